@@ -1,0 +1,159 @@
+"""The typed schema of the whole configuration. Hydra refuses every key and type that is not here.
+
+The groups `model`, `data`, `tokenizer` and `batch` are the config classes of their own rooms.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from data.config import BatchConfig, DataConfig, TokenizerConfig
+from model.config import GPTConfig
+
+
+class Attention(Enum):
+    auto = "auto"  # fa2 where it is built or can be built, otherwise torch's varlen attention, on a CPU the reference
+    fa2 = "fa2"  # the CUDA kernels of fa2
+    torch = "torch"  # torch.nn.attention.varlen.varlen_attn (CUDA)
+    reference = "reference"  # fa2's exact PyTorch path, any device
+
+
+class Schedule(Enum):
+    cosine = "cosine"
+    linear = "linear"
+    wsd = "wsd"  # warm-up, stable, decay
+
+
+class LoggerKind(Enum):
+    csv = "csv"  # metrics.csv in the run directory; the other kinds write it too
+    wandb = "wandb"
+    tensorboard = "tensorboard"
+
+
+def _require(ok: bool, key: str, rule: str, value: object) -> None:
+    if not ok:
+        raise ValueError(f"{key} must be {rule}, got {value!r}")
+
+
+@dataclass
+class OptimConfig:
+    lr: float = 3e-3  # peak learning rate
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1  # on matrices only: no biases, no norms
+    clip_grad_norm: float = 1.0  # global norm; 0 turns clipping off
+    schedule: Schedule = Schedule.cosine
+    warmup_steps: int = 50  # optimiser steps of linear warm-up
+    decay_steps: int | None = None  # wsd: length of the final decay; null: a fifth of the run
+    min_lr_ratio: float = 0.1  # last learning rate over peak
+
+    def __post_init__(self) -> None:
+        _require(self.lr > 0, "optim.lr", "positive", self.lr)
+        for key in ("beta1", "beta2"):
+            _require(0.0 <= getattr(self, key) < 1.0, f"optim.{key}", "in [0, 1)", getattr(self, key))
+        _require(self.eps > 0, "optim.eps", "positive", self.eps)
+        for key in ("weight_decay", "clip_grad_norm", "warmup_steps"):
+            _require(getattr(self, key) >= 0, f"optim.{key}", "at least 0", getattr(self, key))
+        _require(
+            self.decay_steps is None or self.decay_steps > 0,
+            "optim.decay_steps",
+            "positive or null",
+            self.decay_steps,
+        )
+        _require(0.0 <= self.min_lr_ratio <= 1.0, "optim.min_lr_ratio", "in [0, 1]", self.min_lr_ratio)
+
+
+@dataclass
+class TrainerConfig:
+    max_steps: int = 500  # optimiser steps of the run
+    accelerator: str = "auto"  # auto, cpu, gpu
+    devices: int = 1  # GPUs (or CPU processes) of one node
+    num_nodes: int = 1
+    strategy: str = "auto"  # a Lightning strategy name
+    precision: str | None = None  # null: bf16-mixed on a GPU, 32-true on a CPU
+    compile: bool | None = None  # torch.compile of the blocks; null: on a GPU yes, on a CPU no
+    activation_checkpointing: bool = False  # recompute each block in the backward pass
+    log_every: int = 10  # steps between two points of the metrics; the only synchronisations of a step loop
+    validate_every: int = 250  # steps; 0 validates at the end only
+    checkpoint_every: int = 250  # steps; a kill loses at most this many
+    keep_checkpoints: int = 2  # newest ones kept, besides the final one
+    nonfinite_budget: int = 10  # skipped steps after which the run stops with an error
+    peak_tflops: float | None = None  # dense datasheet peak of one device, for mfu; null looks the GPU's name up
+    progress_bar: bool = True
+    profile: bool = False  # write a torch profiler trace of a few steps into the run directory
+    overfit_one_batch: bool = False  # train on the first step's batch again and again
+    sample_prompt: str = "def main():\n"  # continued by the model at the end of the run
+    sample_tokens: int = 128  # length of that continuation; 0 turns it off
+
+    def __post_init__(self) -> None:
+        for key in ("max_steps", "devices", "num_nodes", "log_every", "checkpoint_every", "keep_checkpoints"):
+            _require(getattr(self, key) > 0, f"trainer.{key}", "positive", getattr(self, key))
+        for key in ("validate_every", "nonfinite_budget", "sample_tokens"):
+            _require(getattr(self, key) >= 0, f"trainer.{key}", "at least 0", getattr(self, key))
+        _require(
+            self.peak_tflops is None or self.peak_tflops > 0,
+            "trainer.peak_tflops",
+            "positive or null",
+            self.peak_tflops,
+        )
+        _require(
+            self.accelerator in ("auto", "cpu", "gpu"),
+            "trainer.accelerator",
+            "auto, cpu or gpu",
+            self.accelerator,
+        )
+        precisions = (None, "32-true", "bf16-mixed", "bf16-true", "16-mixed", "64-true")
+        _require(
+            self.precision in precisions,
+            "trainer.precision",
+            f"one of {precisions[1:]} or null",
+            self.precision,
+        )
+
+
+@dataclass
+class LoggerConfig:
+    kind: LoggerKind = LoggerKind.csv
+    project: str = "gpt"  # wandb
+    entity: str | None = None  # wandb
+    offline: bool = True  # wandb: works without an account; `wandb sync` uploads later
+
+
+@dataclass
+class RunConfig:
+    """The whole configuration of `python -m train`."""
+
+    name: str = "default"  # the run directory is run_root/name
+    run_root: str = "runs"
+    seed: int = 1234
+    resume: str | None = (
+        None  # null: a new run; auto: the run directory's newest checkpoint, if any; or a checkpoint's path
+    )
+    overwrite: bool = False  # replace an earlier run of this name
+    dry_run: bool = False  # print sizes, FLOPs and memory, and exit without training
+    attention: Attention = Attention.auto
+    model: GPTConfig = field(default_factory=GPTConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    batch: BatchConfig = field(default_factory=BatchConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    logger: LoggerConfig = field(default_factory=LoggerConfig)
+
+    def __post_init__(self) -> None:
+        _require(bool(self.name) and "=" not in self.name, "name", "non-empty, without '='", self.name)
+        _require(
+            self.optim.warmup_steps <= self.trainer.max_steps,
+            "optim.warmup_steps",
+            f"at most trainer.max_steps ({self.trainer.max_steps})",
+            self.optim.warmup_steps,
+        )
+        _require(
+            self.batch.context <= self.model.max_positions,
+            "batch.context",
+            f"at most model.max_positions ({self.model.max_positions})",
+            self.batch.context,
+        )
+        self.batch.micro_batches(self.trainer.devices * self.trainer.num_nodes)
