@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
 import fa2
-import fa2.reference
 
 AttentionFn = Callable[[Tensor, Tensor, Tensor, Tensor, int], Tensor]
 """(q (T, Hq, D), k (T, Hkv, D), v (T, Hkv, D), cu_seqlens (max_docs + 1,) int32, max_seqlen) -> out (T, Hq, D)."""
