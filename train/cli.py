@@ -53,6 +53,7 @@ class Command:
     run: Callable[[Any], object]
     groups: tuple[str, ...] = ()  # the config groups it takes
     literal: tuple[str, ...] = ()  # keys of text that is taken as written, past Hydra's grammar
+    before: Callable[[Sequence[str]], None] | None = None  # sees the arguments before they are composed
 
 
 def register_schemas() -> None:
@@ -72,6 +73,8 @@ def main(command: Command, argv: Sequence[str] | None = None) -> int:
     """Runs `command` with the arguments `argv` (null: the process's) and returns the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
+        if command.before is not None:
+            command.before(arguments)
         if any(argument.startswith("-") for argument in arguments):
             return _hydra_command_line(command, arguments)
         command.run(build(command, arguments))

@@ -41,7 +41,7 @@ def _require_accelerator(key: str, value: str) -> None:
 
 
 def _require_precision(key: str, value: str | None) -> None:
-    known = ("32-true", "bf16-mixed", "bf16-true", "16-mixed", "64-true")
+    known = ("32-true", "bf16-mixed", "bf16-true", "64-true")  # fp16 would need a loss scaler
     _require(value is None or value in known, key, f"one of {', '.join(known)} or null", value)
 
 
@@ -169,7 +169,6 @@ class GenerateConfig:
     top_p: float = 0.95  # share of the probability that may be drawn; 1 draws from all of it
     seed: int = 1234
     accelerator: str = "auto"
-    attention: Attention = Attention.auto
 
     def __post_init__(self) -> None:
         _require(bool(self.checkpoint), "checkpoint", "a run directory or a .ckpt file", self.checkpoint)
