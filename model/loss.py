@@ -112,4 +112,4 @@ def _add_matmul(out: Tensor, a: Tensor, b: Tensor) -> None:
     if a.is_cuda and a.dtype != out.dtype:
         torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
     else:
-        out.addmm_(a.to(out.dtype), b.to(out.dtype))
+        torch.addmm(out, a.to(out.dtype), b.to(out.dtype), out=out)
