@@ -1,4 +1,4 @@
-"""From a RunConfig to its parts: device, precision, data, attention, model; and the checks that need several of them."""
+"""From a RunConfig to its parts: device, precision, data, attention, model; and the checks that need several."""
 
 from __future__ import annotations
 
@@ -102,10 +102,7 @@ def build_model(config: RunConfig, model_config: GPTConfig, attention: Attention
     """The GPT on the current default device, its blocks recomputed in the backward and compiled as the switches say."""
     from model.gpt import GPT
 
-    model = GPT(model_config, attention)
-    if config.trainer.activation_checkpointing:
-        for block in model.blocks:
-            _checkpoint_activations(block)
+    model = GPT(model_config, attention, config.trainer.activation_checkpointing)
     if use_compile(config):
         for block in model.blocks:
             block.compile()
@@ -116,17 +113,3 @@ def use_compile(config: RunConfig) -> bool:
     if config.trainer.compile is None:
         return resolve_device(config).type == "cuda"
     return config.trainer.compile
-
-
-def _checkpoint_activations(block: torch.nn.Module) -> None:
-    # The method is replaced, not the module: a wrapping module would rename the weights in the checkpoint.
-    from torch.utils.checkpoint import checkpoint
-
-    forward = block.forward
-
-    def recomputed(*args: object, **kwargs: object) -> object:
-        if not torch.is_grad_enabled():
-            return forward(*args, **kwargs)
-        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
-
-    block.forward = recomputed

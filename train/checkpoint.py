@@ -69,15 +69,18 @@ class AtomicCheckpointIO(CheckpointIO):
             os.close(folder)
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
-        return read_checkpoint(Path(path))
+        return read_checkpoint(Path(path), mmap=False)  # training may outlive the file
 
     def remove_checkpoint(self, path: Any) -> None:
         with contextlib.suppress(FileNotFoundError):
             Path(path).unlink()
 
 
-def read_checkpoint(path: Path) -> dict[str, Any]:
-    """Load a checkpoint onto the CPU, memory-mapped; only tensors and plain Python values, never code.
+def read_checkpoint(path: Path, mmap: bool = True) -> dict[str, Any]:
+    """Load a checkpoint onto the CPU; only tensors and plain Python values, never code.
+
+    Args:
+        mmap: leave the tensors in the file until they are touched.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -86,7 +89,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise FileNotFoundError(f"checkpoint {path} does not exist")
     try:
-        checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        checkpoint = torch.load(path, map_location="cpu", mmap=mmap, weights_only=True)
     except Exception as error:  # torch raises RuntimeError, UnpicklingError, EOFError, OSError… for a torn file
         first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(f"checkpoint {path} is unreadable: {first_line[:160]}") from error

@@ -30,7 +30,8 @@ def decay_steps(optim: OptimConfig, max_steps: int) -> int:
         return min(max(1, max_steps // 5), max(1, room))
     if optim.decay_steps > room:
         raise ValueError(
-            f"optim.decay_steps must be at most trainer.max_steps - optim.warmup_steps = {room}, got {optim.decay_steps}"
+            f"optim.decay_steps must be at most trainer.max_steps - optim.warmup_steps ({room}), "
+            f"got {optim.decay_steps}"
         )
     return optim.decay_steps
 
