@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from fa2 import extension, reference
+from fa2.extension import kernels
 from fa2.interface import (
     flash_attn_func,
     flash_attn_kvpacked_func,
@@ -28,6 +29,7 @@ __all__ = [
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
     "is_available",
+    "kernels",
     "pad_input",
     "reference",
     "unpad_input",

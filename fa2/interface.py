@@ -33,7 +33,7 @@ def _need_kernel(q: Tensor) -> None:
         q.dtype,
     )
     checks.require(q.shape[-1] <= checks.MAX_HEADDIM, "headdim", f"at most {checks.MAX_HEADDIM}", q.shape[-1])
-    problem = extension.why_unavailable(str(q.device), q.dtype, q.shape[-1])
+    problem = extension.kernel_problem(str(q.device), q.dtype, q.shape[-1])
     if problem is not None:
         raise RuntimeError(f"fa2: {problem}")
 
