@@ -64,10 +64,10 @@ def fit(config: RunConfig) -> FitResult:
         ValueError: a mistake in the configuration, or too many non-finite steps; one sentence each.
         SystemExit: SIGTERM or SIGINT came; the state is saved, the code is 128 + the signal's number.
     """
-    tell = say if rank_zero_only.rank == 0 else _nothing
+    first_rank = _is_first_rank()
+    tell = say if first_rank else _nothing
     _quiet_lightning()
     build.check(config)
-    first_rank = rank_zero_only.rank == 0
     start = plan_start(config, tell, first_rank)
     check_writable(start.run_dir)
     prepared = build.build_data(config, tell, progress=config.trainer.progress_bar and first_rank)
@@ -100,7 +100,7 @@ def _train(
         tell(f"attention: {attention_name}")  # `auto` has said what it took
     device = build.resolve_device(config)
     precision = build.resolve_precision(config, device)
-    if rank_zero_only.rank == 0:
+    if _is_first_rank():
         open_directory(start, config, tell)
         prepared.tokenizer.save(run_dir / "tokenizer.json")
         _describe_run(
@@ -153,7 +153,7 @@ def _train(
         pin=device.type == "cuda",
         overfit_one_batch=options.overfit_one_batch,
     )
-    baselines = _baselines(prepared) if rank_zero_only.rank == 0 else {}
+    baselines = _baselines(prepared) if _is_first_rank() else {}
     callbacks, signals = _callbacks(config, run_dir, prepared, module, precision, identity, baselines, tell)
     trainer.callbacks.extend(callbacks)  # type: ignore[attr-defined]
 
@@ -170,7 +170,7 @@ def _train(
     _write_summary(run_dir, status, step, summary, device)
     if signals.received is not None:
         raise SystemExit(128 + signals.received)
-    if rank_zero_only.rank == 0:
+    if _is_first_rank():
         from train.report import write_report
 
         write_report(run_dir)
@@ -283,6 +283,11 @@ def _result(run_dir: Path, step: int) -> FitResult:
 
 def _device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU ({torch.get_num_threads()} threads)"
+
+
+def _is_first_rank() -> bool:
+    """Known from the environment before any process group exists."""
+    return getattr(rank_zero_only, "rank", 0) == 0
 
 
 def _nothing(line: str) -> None:

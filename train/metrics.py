@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import math
 import os
+import secrets
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -123,10 +124,10 @@ def _wandb_logger(config: LoggerConfig, run_dir: Path, name: str, run_id: str | 
         project=config.project,
         entity=config.entity,
         offline=config.offline,
-        id=run_id or wandb.util.generate_id(),
+        id=run_id or secrets.token_hex(4),
         settings=wandb.Settings(silent=True),
         # resuming needs the server; an offline run keeps its id, and `wandb sync` joins the parts under it
-        **({} if config.offline else {"resume": "allow"}),
+        resume=None if config.offline else "allow",
     )
 
 

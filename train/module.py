@@ -138,7 +138,7 @@ class GPTModule(LightningModule):
     def _sum_over_ranks(self, value: Tensor) -> Tensor:
         if self.trainer.world_size == 1:
             return value
-        return self.trainer.strategy.reduce(value, reduce_op="sum")  # type: ignore[return-value]
+        return self.trainer.strategy.reduce(value, reduce_op="sum")
 
     def validation_step(self, batch: StepBatch, batch_idx: int) -> Tensor:
         """() sum of nats over this rank's share of a validation item, fp64."""

@@ -154,9 +154,7 @@ def open_directory(start: Start, config: RunConfig, say: Callable[[str], None]) 
         _remove_run(run_dir)
     else:
         gone = cut_back(run_dir / "metrics.csv", start.step)
-        say(
-            f"resume: {start.path}, step {start.step}" + (f"; {gone} newer rows of metrics.csv dropped" if gone else "")
-        )
+        say(f"resume: {start.path}, step {start.step}" + (f"; {gone} newer rows of metrics dropped" if gone else ""))
         for path in list_checkpoints(run_dir):
             if checkpoint_step(path) > start.step:
                 # Otherwise the next resume=auto would jump ahead to a state that this run never had.
@@ -170,8 +168,10 @@ def open_directory(start: Start, config: RunConfig, say: Callable[[str], None]) 
 
 
 def check_writable(run_dir: Path) -> None:
-    """Raises:
-    ValueError: the run's directory cannot be made or written to; asked before any work is done.
+    """Make the run's directory, before any work is done.
+
+    Raises:
+        ValueError: it cannot be made or written to.
     """
     try:
         run_dir.mkdir(parents=True, exist_ok=True)

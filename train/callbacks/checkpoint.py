@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -112,10 +112,10 @@ def seed_generators(seed: int) -> None:
 
 def generator_states() -> dict[str, Any]:
     """States of Python's, numpy's, torch's CPU and CUDA generators, as plain values and tensors."""
-    name, keys, position, has_gauss, gauss = np.random.get_state()
+    name, keys, position, has_gauss, gauss = cast(tuple[str, Any, int, int, float], np.random.get_state(legacy=True))
     return {
         "python": random.getstate(),
-        "numpy": (name, keys.tolist(), int(position), int(has_gauss), float(gauss)),  # type: ignore[union-attr]
+        "numpy": (name, keys.tolist(), int(position), int(has_gauss), float(gauss)),
         "cpu": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,
     }

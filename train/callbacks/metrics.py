@@ -56,8 +56,8 @@ class TrainingMetrics(Callback):
         if interval.skipped_steps > self.nonfinite_budget:
             raise ValueError(
                 f"training stopped at step {step}: {interval.skipped_steps} steps had a non-finite loss or gradient "
-                f"and were skipped, more than trainer.nonfinite_budget={self.nonfinite_budget}; lower optim.lr, lengthen "
-                "optim.warmup_steps, or look at the data"
+                f"and were skipped, more than trainer.nonfinite_budget={self.nonfinite_budget}; lower optim.lr, "
+                "lengthen optim.warmup_steps, or look at the data"
             )
 
     def state_dict(self) -> dict[str, Any]:

@@ -75,7 +75,9 @@ def validate(trainer: Trainer, module: LightningModule) -> Validated:
     try:
         with torch.no_grad():
             for i, step in enumerate(data.validation_steps()):
-                nats += trainer.strategy.validation_step(step.to(module.device), i)
+                own = trainer.strategy.validation_step(step.to(module.device), i)
+                assert isinstance(own, torch.Tensor), "GPTModule.validation_step returns nats"
+                nats += own
                 n_targets += step.n_targets
                 n_bytes += step.n_bytes
     finally:
