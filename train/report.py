@@ -113,6 +113,13 @@ def _draw_loss(axes: Any, rows: Rows) -> None:
     axes.legend(frameon=False)
 
 
+def _draw_bits(axes: Any, rows: Rows) -> None:
+    steps, values = _series(rows, "val_bits_per_byte")
+    axes.plot(steps, values, color=ACCENT, linewidth=1.4, marker="o", markersize=4)
+    axes.annotate(f"{values[-1]:.3f}", (steps[-1], values[-1]), (0, 7), textcoords="offset points", ha="right")
+    axes.margins(y=0.2)
+
+
 def _draw_utilisation(axes: Any, rows: Rows) -> None:
     for column, color, style in (("gemm_util", ACCENT, "-"), ("mfu", INK, "-"), ("mfu_exact", MUTED, "--")):
         steps, values = _series(rows, column)
@@ -148,6 +155,7 @@ CHARTS: tuple[tuple[str, str, Callable[[Rows], bool], Callable[[Any, Rows], None
     ("Loss", "nats a token", _has("loss", "val_loss"), _draw_loss),
     ("Utilisation", "%", _has("mfu", "mfu_exact", "gemm_util"), _draw_utilisation),
     ("Throughput", "tokens a second", _has("tokens_per_s"), _draw_line("tokens_per_s")),
+    ("Validation", "bits per byte", _has("val_bits_per_byte"), _draw_bits),
     ("Learning rate", "", _has("lr"), _draw_line("lr")),
     ("Gradient norm", "before clipping", _has("grad_norm"), _draw_grad_norm),
 )
@@ -178,7 +186,8 @@ def _style() -> dict[str, Any]:
 def _draw(axes: Any, chart: tuple[str, str, Callable[[Rows], bool], Callable[[Any, Rows], None]], rows: Rows) -> None:
     title, unit, _, draw = chart
     draw(axes, rows)
-    axes.set_title(title + (f"   ({unit})" if unit else ""))
+    axes.set_title(title)
+    axes.set_title(unit, loc="right", color=MUTED, fontsize=8.5, fontweight="normal")
     axes.set_xlabel("step")
     axes.margins(x=0.02)
 
@@ -328,7 +337,10 @@ def _text(title: str, path: Path) -> str:
 def _flat(values: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
     pairs: list[tuple[str, Any]] = []
     for key, value in values.items():
-        pairs += _flat(value, f"{prefix}{key} ") if isinstance(value, dict) else [(f"{prefix}{key}", value)]
+        if isinstance(value, dict):
+            pairs += _flat(value, f"{prefix}{key} ")
+        elif not (isinstance(value, list) and value and isinstance(value[0], dict)):  # shard by shard is no headline
+            pairs.append((f"{prefix}{key}", value))
     return pairs
 
 

@@ -34,16 +34,17 @@ class Trained:
         """The tokenizer that the run copied beside its checkpoints.
 
         Raises:
-            FileNotFoundError: it is not there, as for a run on synthetic tokens.
+            ValueError: it is not there, or the run was on synthetic tokens and has none for text.
         """
         from data.tokenizer import Tokenizer
 
         path = tokenizer_path(self.path)
         if not path.is_file():
-            raise FileNotFoundError(
-                f"no tokenizer.json in {path.parent}: this run has no text tokenizer, or it was moved"
-            )
-        return Tokenizer.from_file(path)
+            raise ValueError(f"checkpoint must lie in its run directory, beside tokenizer.json; there is no {path}")
+        tokenizer = Tokenizer.from_file(path, self.checkpoint["run_config"]["tokenizer"]["end_of_text"])
+        if not tokenizer.is_text:
+            raise ValueError(f"checkpoint must be of a run on text, {self.path} was trained on synthetic tokens")
+        return tokenizer
 
 
 def open_trained(
