@@ -97,7 +97,7 @@ class ShardWriter:
 
 def committed_shards(directory: Path) -> list[dict[str, Any]]:
     """The records of the finished shards, from the first to the last without a gap."""
-    records = []
+    records: list[dict[str, Any]] = []
     while record_path(directory, len(records)).exists():
         records.append(json.loads(record_path(directory, len(records)).read_text(encoding="utf-8")))
     return records

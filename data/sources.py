@@ -195,7 +195,9 @@ class FilesSource:
         try:
             fields = json.loads(decoded)
         except json.JSONDecodeError as error:
-            raise ValueError(f"data.paths must hold one JSON object a line, got {path!r} line {row + 1}: {error}") from None
+            raise ValueError(
+                f"data.paths must hold one JSON object a line, got {path!r} line {row + 1}: {error}"
+            ) from None
         if not isinstance(fields, dict):
             raise ValueError(f"data.paths must hold one JSON object a line, got {path!r} line {row + 1}")
         if self.text_column not in fields:
@@ -304,7 +306,7 @@ class HubSource:
         try:
             import datasets
         except ImportError:
-            raise ValueError("data.source must be stdlib or files where `datasets` is not installed, got 'hub'") from None
+            raise ValueError("data.source must not be hub where `datasets` is not installed, got 'hub'") from None
         try:
             return getattr(datasets, function)(*args, **kwargs)
         except Exception as error:  # anything from connection errors to a wrong split, under many class names
@@ -316,7 +318,7 @@ class HubSource:
 
 
 def _open(path: str) -> io.BufferedIOBase:
-    return gzip.open(path, "rb") if path.endswith(".gz") else open(path, "rb")  # type: ignore[return-value]
+    return gzip.open(path, "rb") if path.endswith(".gz") else open(path, "rb")
 
 
 def _missing_column(column: str, columns: list[str], where: str) -> ValueError:
@@ -331,7 +333,5 @@ def open_source(data: DataConfig) -> TextSource:
         return FilesSource(list(data.paths), data.text_column, data.errors)
     if data.source is Source.hub:
         assert data.hub_name is not None, "DataConfig refuses a hub source without a name"
-        return HubSource(
-            data.hub_name, data.hub_config, data.hub_split, data.text_column, data.streaming, data.errors
-        )
+        return HubSource(data.hub_name, data.hub_config, data.hub_split, data.text_column, data.streaming, data.errors)
     raise ValueError(f"data.source must be stdlib, files or hub to hold text, got {data.source.value!r}")

@@ -16,6 +16,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from queue import SimpleQueue
 from typing import IO, Any, TypeVar
@@ -99,16 +100,15 @@ class _Worker:
         root = str(Path(__file__).resolve().parent.parent)
         # Each worker is one core's share: the tokenizer's own threads would fight over the cores.
         environment = os.environ | {"TOKENIZERS_PARALLELISM": "false"}
+        program = f"import sys; sys.path.insert(0, {root!r}); from data.workers import serve; serve()"
         self._process = subprocess.Popen(
-            [sys.executable, "-c", f"import sys; sys.path.insert(0, {root!r}); from data.workers import serve; serve()"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=environment,
+            [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
         )
         self._first: tuple[str, str] | None = (tokenizer.to_json(), tokenizer.end_of_text)
 
     def encode(self, texts: list[bytes]) -> Encoded:
-        assert self._process.stdin is not None and self._process.stdout is not None
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
         try:
             if self._first is not None:
                 _send(self._process.stdin, self._first)
@@ -127,10 +127,8 @@ class _Worker:
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
-                try:
+                with suppress(BrokenPipeError):  # what was still buffered has no reader any more
                     pipe.close()
-                except BrokenPipeError:
-                    pass  # what was still buffered has no reader any more
 
 
 def _send(pipe: IO[bytes], value: Any) -> None:
