@@ -137,7 +137,7 @@ class GPT(nn.Module):
 
         Args:
             tokens: (T,) int64 below `vocab_size`; those at or past `cu_seqlens[-1]` are padding.
-            positions: (T,) int32, 0 at the first token of each document.
+            positions: (T,) int32, 0 at the first token of each document; anything on padding.
             cu_seqlens: (max_docs + 1,) int32 document limits; repeats of the last value are empty documents.
             max_seqlen: at least the longest document; constant over a run.
             attentions: one backend for each block, for a cache of keys and values; None takes `self.attention`.
@@ -152,15 +152,17 @@ class GPT(nn.Module):
             raise ValueError(
                 f"model.max_positions must be at least max_seqlen ({max_seqlen}), got {self.config.max_positions}"
             )
-        x = self.embedding(tokens)
+        # Padding starts from 0 at position 0: its embedding could reach a gradient as 0 · NaN, and its position
+        # may lie outside the table.
+        real = torch.arange(tokens.shape[0], device=tokens.device) < cu_seqlens[-1]
+        x = torch.where(real[:, None], self.embedding(tokens), 0)
+        positions = torch.where(real, positions, 0)
         rotary = None
         if self.position_embedding is not None:
             x = x + self.position_embedding(positions)
         else:
             rotary = rotary_table(positions, self.config.headdim, self.config.rope_theta)
-        # Padding starts from 0, so that whatever its embedding holds cannot reach a weight's gradient as 0 · NaN.
-        real = torch.arange(tokens.shape[0], device=tokens.device) < cu_seqlens[-1]
-        x = self.dropout(torch.where(real[:, None], x, 0))
+        x = self.dropout(x)
         recompute = self.activation_checkpointing and torch.is_grad_enabled()
         for i, block in enumerate(self.blocks):
             inputs = (x, rotary, cu_seqlens, max_seqlen, self.attention if attentions is None else attentions[i])

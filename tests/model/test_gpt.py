@@ -126,6 +126,16 @@ def test_padding_gets_no_gradient_and_its_nan_goes_nowhere(position: Position, n
         assert torch.equal(gradient, clean[name]), name
 
 
+@pytest.mark.parametrize("position", list(Position))
+def test_positions_of_padding_do_not_matter(position: Position) -> None:
+    model = build(position=position)
+    tokens, targets, positions, cu_seqlens, max_seqlen = pack(documents(), PADDING)
+    beyond = positions.clone()
+    beyond[-PADDING:] = 10**6
+    expected = model.loss(tokens, targets, positions, cu_seqlens, max_seqlen)
+    assert torch.equal(model.loss(tokens, targets, beyond, cu_seqlens, max_seqlen), expected)
+
+
 def test_a_batch_of_padding_alone_costs_nothing() -> None:
     model = build()
     tokens = torch.zeros(6, dtype=torch.int64)
