@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-from setuptools import setup
+from setuptools import Distribution, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
@@ -43,6 +43,13 @@ def _say(text: str) -> None:
     print(f"fa2: {text}", file=sys.stderr, flush=True)
 
 
+class WithLibrary(Distribution):
+    """Tells setuptools, which compiles nothing itself, that the wheel holds machine code."""
+
+    def has_ext_modules(self) -> bool:
+        return _why_python_only() is None
+
+
 class BuildPy(build_py):
     def run(self) -> None:
         super().run()
@@ -59,11 +66,6 @@ class BuildPy(build_py):
 class BdistWheel(bdist_wheel):
     """The library uses the stable ABI, so a wheel with it fits every Python 3 of one platform."""
 
-    def finalize_options(self) -> None:
-        super().finalize_options()
-        # Here, before anything is compiled: the wheel's layout depends on it.
-        self.root_is_pure = _why_python_only() is not None
-
     def get_tag(self) -> tuple[str, str, str]:
         _, _, platform = super().get_tag()
         return "py3", "none", "any" if self.root_is_pure else platform
@@ -74,5 +76,6 @@ setup(
     package_data={"fa2": ["README.md", "csrc/**/*"]},
     # Fetched for the build alone, and only where it will compile.
     setup_requires=["ninja>=1.11"] if nvcc.find_nvcc() and not nvcc.find_ninja() else [],
+    distclass=WithLibrary,
     cmdclass={"build_py": BuildPy, "bdist_wheel": BdistWheel},
 )
