@@ -9,10 +9,10 @@ from __future__ import annotations
 import argparse
 import difflib
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, is_dataclass
-from functools import reduce
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -92,11 +92,10 @@ def build(command: Command, arguments: Sequence[str]) -> Any:
         ValueError: an unknown key (the nearest one is named), a wrong type, or a value that a config class refuses.
     """
     overrides, literals = _split_literals(command, arguments)
-    built = to_object(compose(command, overrides))
+    config = compose(command, overrides)
     for key, value in literals.items():
-        *parents, name = key.split(".")
-        setattr(reduce(getattr, parents, built), name, value)
-    return built
+        OmegaConf.update(config, key, [*map(_escape, value)] if isinstance(value, list) else _escape(value))
+    return to_object(config)
 
 
 def compose(command: Command, overrides: Sequence[str]) -> DictConfig:
@@ -140,7 +139,7 @@ def group_options(group: str) -> list[str]:
 def _split_literals(command: Command, arguments: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
     """Takes out the texts and paths that Hydra's grammar would refuse or change.
 
-    A placeholder stays in their place, so that keys and types are checked as ever.
+    A placeholder stays in their place until Hydra is done, so that keys are checked as ever.
     """
     kinds = schema_keys(command.schema)
     overrides: list[str] = []
@@ -158,6 +157,11 @@ def _split_literals(command: Command, arguments: Sequence[str]) -> tuple[list[st
             overrides.append(text)
             literals.pop(key, None)  # the last one wins
     return overrides, literals
+
+
+def _escape(text: str) -> str:
+    """`text` without interpolation for OmegaConf: a backslash before each `${`, and those before that doubled."""
+    return re.sub(r"(\\*)\$\{", lambda found: 2 * found[1] + r"\${", text)
 
 
 def _parses(text: str) -> bool:
