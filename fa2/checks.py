@@ -50,9 +50,14 @@ def window(window_size: Any, causal: bool, max_seqlen_k: int) -> tuple[int, int]
     return left, 0 if causal else right
 
 
-def _tensors(q: Tensor, k: Tensor, v: Tensor, dims: int, layout: str) -> None:
+def tensors(q: Any, k: Any, v: Any) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
         require(isinstance(x, Tensor), name, "a tensor", type(x).__name__)
+
+
+def _qkv(q: Tensor, k: Tensor, v: Tensor, dims: int, layout: str) -> None:
+    tensors(q, k, v)
+    for name, x in (("q", q), ("k", k), ("v", v)):
         require(x.dim() == dims, name, f"of shape {layout}", tuple(x.shape))
         require(x.dtype in FLOATING, name, "float16, bfloat16, float32 or float64", x.dtype)
     for name, x in (("k", k), ("v", v)):
@@ -71,14 +76,14 @@ def _tensors(q: Tensor, k: Tensor, v: Tensor, dims: int, layout: str) -> None:
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor) -> None:
-    _tensors(q, k, v, 4, "(batch, seqlen, nheads, headdim)")
+    _qkv(q, k, v, 4, "(batch, seqlen, nheads, headdim)")
     require(k.shape[0] == q.shape[0], "k", f"of q's batch {q.shape[0]}", k.shape[0])
 
 
 def varlen(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int
 ) -> None:
-    _tensors(q, k, v, 3, "(total_tokens, nheads, headdim)")
+    _qkv(q, k, v, 3, "(total_tokens, nheads, headdim)")
     for name, cu in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         require(isinstance(cu, Tensor), name, "a tensor", type(cu).__name__)
         require(cu.dtype == torch.int32, name, "int32", cu.dtype)

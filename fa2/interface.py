@@ -13,13 +13,14 @@ from torch import Tensor
 from fa2 import checks, extension, ops
 
 
-def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
     """Under autocast, cast as a matmul would: everything but float64 to the region's dtype."""
-    device_type = tensors[0].device.type
+    checks.tensors(q, k, v)
+    device_type = q.device.type
     if not torch.is_autocast_enabled(device_type):
-        return tensors
+        return q, k, v
     dtype = torch.get_autocast_dtype(device_type)
-    return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in tensors)
+    return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
 
 
 def _need_kernel(q: Tensor) -> None:
