@@ -31,7 +31,7 @@ class Pieces:
     shards: np.ndarray  # (pieces,) int32
     starts: np.ndarray  # (pieces,) int64, in the shard
     lengths: np.ndarray  # (pieces,) int64, pairs
-    last_targets: np.ndarray  # (pieces,) int64, the id after each piece
+    closed: np.ndarray  # (pieces,) bool, the piece ends where its document does
     cut: int = 0  # documents cut into pieces
     truncated: int = 0  # documents that lost their end
     dropped: int = 0  # documents left out
@@ -73,13 +73,14 @@ def cut_documents(dataset: TokenDataset, batch: BatchConfig) -> Pieces:
         offsets = (np.arange(len(documents)) - np.repeat(np.cumsum(count) - count, count)) * batch.context
         lengths = np.minimum(pairs[documents] - offsets, batch.context)
         facts = {"cut": n_long}
-    shards = dataset.shard_of[documents]
-    starts = dataset.starts[documents] + offsets
-    last_targets = np.empty(len(documents), dtype=np.int64)
-    for number, shard in enumerate(dataset.shards):
-        here = shards == number if len(dataset.shards) > 1 else slice(None)
-        last_targets[here] = shard[starts[here] + lengths[here]]
-    return Pieces(documents, shards, starts, lengths, last_targets, **facts)
+    return Pieces(
+        documents,
+        dataset.shard_of[documents],
+        dataset.starts[documents] + offsets,
+        lengths,
+        offsets + lengths == pairs[documents],
+        **facts,
+    )
 
 
 class Bin(NamedTuple):

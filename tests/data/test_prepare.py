@@ -295,6 +295,14 @@ def test_empty_splits(corpus: Path):
         prepare(config(corpus, validation_tokens=3), SMALL, quiet)
 
 
+def test_only_the_splits_that_are_asked_for_must_hold_documents(corpus: Path):
+    options = config(corpus, validation_fraction=1e-6)
+    prepared = prepare(options, SMALL, quiet, splits=("train",))
+    assert (len(prepared.train), len(prepared.validation)) == (200, 0)
+    with pytest.raises(ValueError, match="at least one validation document"):
+        prepare(options, SMALL, quiet)
+
+
 def test_unwritable_cache_names_the_key(corpus: Path):
     file = corpus / "part0.jsonl"
     with pytest.raises(ValueError, match=r"data\.cache_dir must be a writable directory, got .*part0\.jsonl/cache"):
