@@ -27,13 +27,11 @@ def _need_kernel(q: Tensor) -> None:
     """On CUDA: a dtype that kernels have, and a kernel for it on this GPU. On a CPU everything works."""
     if q.device.type == "cpu":
         return
-    checks.require(
-        q.dtype in (torch.float16, torch.bfloat16),
-        "q",
-        "float16 or bfloat16 on a GPU (float32 inputs are cast under torch.autocast)",
-        q.dtype,
-    )
-    checks.require(q.shape[-1] <= checks.MAX_HEADDIM, "headdim", f"at most {checks.MAX_HEADDIM}", q.shape[-1])
+    if q.dtype not in (torch.float16, torch.bfloat16):
+        rule = "float16 or bfloat16 on a GPU (float32 inputs are cast under torch.autocast)"
+        raise checks.refused("q", rule, q.dtype)
+    if q.shape[-1] > checks.MAX_HEADDIM:
+        raise checks.refused("headdim", f"at most {checks.MAX_HEADDIM}", q.shape[-1])
     problem = extension.kernel_problem(str(q.device), q.dtype, q.shape[-1])
     if problem is not None:
         raise RuntimeError(f"fa2: {problem}")
@@ -177,9 +175,10 @@ def flash_attn_varlen_func(
 
 
 def _unpack(name: str, packed: Tensor, parts: int, dims: int, layout: str) -> tuple[Tensor, ...]:
-    checks.require(isinstance(packed, Tensor), name, "a tensor", type(packed).__name__)
-    ok = packed.dim() == dims and packed.shape[-3] == parts
-    checks.require(ok, name, f"of shape {layout}", tuple(packed.shape))
+    if not isinstance(packed, Tensor):
+        raise checks.refused(name, "a tensor", type(packed).__name__)
+    if packed.dim() != dims or packed.shape[-3] != parts:
+        raise checks.refused(name, f"of shape {layout}", tuple(packed.shape))
     return packed.unbind(dim=-3)
 
 
