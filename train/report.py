@@ -161,7 +161,7 @@ CHARTS: tuple[tuple[str, str, Callable[[Rows], bool], Callable[[Any, Rows], None
 )
 
 
-def _style() -> dict[str, Any]:
+def _style() -> Any:  # matplotlib types the keys of rc_context one by one
     return {
         "font.family": "sans-serif",
         "font.size": 9,
