@@ -46,9 +46,9 @@ def run(config: EvaluateConfig) -> None:
 def evaluate(config: EvaluateConfig) -> Evaluation:
     """One pass over the split, documents whole, in their order."""
     import torch
+
     from data.prepare import prepare
     from data.stream import validation_steps
-
     from train.checkpoint import from_plain, tokenizer_path
     from train.trained import open_trained
 
