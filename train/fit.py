@@ -173,7 +173,8 @@ def _train(
     step = trainer.global_step
     status = "interrupted" if signals.received is not None else "finished"
     _write_summary(run_dir, status, step, summary, device)
-    if signals.received is not None:
+    if signals.received is not None and _is_first_rank():
+        # The others leave quietly: Lightning kills the first rank when one of its children ends with an error code.
         raise SystemExit(128 + signals.received)
     _report(run_dir)
     result = _result(run_dir, step)

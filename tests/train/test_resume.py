@@ -250,7 +250,7 @@ def test_a_second_sigint_aborts_at_once(monkeypatch: pytest.MonkeyPatch) -> None
     sent: list[tuple[int, int]] = []
     monkeypatch.setattr("train.callbacks.signals.signal.signal", lambda signum, to: handlers.update({signum: to}))
     monkeypatch.setattr("train.callbacks.signals.os.kill", lambda pid, signum: sent.append((pid, signum)))
-    signals.on_train_start(SimpleNamespace(), SimpleNamespace())  # type: ignore[arg-type]
+    signals.on_train_start(SimpleNamespace(world_size=1), SimpleNamespace())  # type: ignore[arg-type]
     handlers[signal.SIGTERM](signal.SIGTERM, None)
     handlers[signal.SIGTERM](signal.SIGTERM, None)
     assert sent == [], "an impatient scheduler does not lose the checkpoint"
