@@ -61,9 +61,9 @@ def test_option_composes_and_instantiates(option: str) -> None:
     assert sum(p.numel() for group in build_adamw(model, config.optim).param_groups for p in group["params"]) > 0
 
 
-@pytest.mark.parametrize("experiment", EXPERIMENTS)
+@pytest.mark.parametrize("experiment", ["gpt3_1.3b_8k", "llama_1.1b"])
 @pytest.mark.parametrize("debug", cli.group_options("debug"))
-def test_every_debug_option_fits_every_experiment(experiment: str, debug: str) -> None:
+def test_every_debug_option_fits_an_experiment(experiment: str, debug: str) -> None:
     config = build(f"experiment={experiment}", f"debug={debug}")
     assert config.name == f"debug_{debug}"
     assert config.trainer.max_steps <= 100

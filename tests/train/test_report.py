@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from train.report import METRICS_COLUMNS, main, write_report
+from train.report import CHARTS, METRICS_COLUMNS, main, write_report
 
 
 def write_run(run_dir: Path) -> None:
@@ -40,6 +40,12 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> str:
     assert write_report(run_dir) == run_dir / "report.html"
     assert (run_dir / "curves.png").read_bytes().startswith(b"\x89PNG")
     return (run_dir / "report.html").read_text()
+
+
+@pytest.fixture
+def one_chart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most of a report's time goes into pictures; these tests are about words."""
+    monkeypatch.setattr("train.report.CHARTS", CHARTS[:1])
 
 
 def test_page_shows_every_part(page: str) -> None:
@@ -75,6 +81,7 @@ def test_text_of_the_run_is_escaped(page: str) -> None:
     assert "text_column: &#x27;&lt;script&gt;&#x27;" in page
 
 
+@pytest.mark.usefixtures("one_chart")
 def test_a_killed_run_has_a_report(tmp_path: Path) -> None:
     run_dir = tmp_path / "killed"
     write_run(run_dir)
@@ -88,6 +95,7 @@ def test_a_killed_run_has_a_report(tmp_path: Path) -> None:
     assert "Packing" not in page
 
 
+@pytest.mark.usefixtures("one_chart")
 def test_a_run_killed_after_it_was_resumed(tmp_path: Path) -> None:
     write_run(tmp_path / "run")
     (tmp_path / "run" / "summary.json").write_text(json.dumps({"status": "interrupted", "steps": 120, "loss": 1.5}))
@@ -104,6 +112,7 @@ def test_a_run_killed_before_its_first_row(tmp_path: Path) -> None:
     assert not (run_dir / "curves.png").exists()
 
 
+@pytest.mark.usefixtures("one_chart")
 def test_skipped_steps_are_said(tmp_path: Path) -> None:
     run_dir = tmp_path / "skips"
     write_run(run_dir)
@@ -113,11 +122,13 @@ def test_skipped_steps_are_said(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.usefixtures("one_chart")
 def test_same_run_same_page(tmp_path: Path) -> None:
     write_run(tmp_path / "run")
     assert write_report(tmp_path / "run").read_bytes() == write_report(tmp_path / "run").read_bytes()
 
 
+@pytest.mark.usefixtures("one_chart")
 def test_command_writes_it_and_refuses_other_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_run(tmp_path / "a=b")
     assert main([f"run={tmp_path}/a=b"]) == 0
