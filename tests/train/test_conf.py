@@ -51,7 +51,7 @@ def model_on_meta(config: RunConfig) -> GPT:
 
 def test_no_argument_is_the_schemas_defaults() -> None:
     defaults = RunConfig()
-    # The default run is minutes long: several short pieces in a batch of 2048 tokens teach it twice as fast as one long.
+    # The default run lasts minutes: four pieces in a batch of 2048 tokens teach it twice as fast as one long one.
     defaults.batch.context = defaults.model.max_positions = 512
     assert build() == defaults
 
