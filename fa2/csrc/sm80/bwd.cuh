@@ -1,0 +1,218 @@
+// Attention backward with mma.sync and cp.async: one thread block owns kBlockN keys of one key/value head, and sums
+// dK and dV on chip over all the query heads of its group.
+//
+//   load K, V
+//   for each query head of the group, for each m_block that sees these keys:
+//     wait for Q, dO, lse, delta[m_block]; start loading the next
+//     S = Q K^T;  dP = dO V^T
+//     P = exp2(S * scale_log2 - lse_log2);  dS = P * (dP - delta);  both to shared memory, rounded
+//     dV += P^T dO;  dK += dS^T Q
+//     dQ accumulator += dS K                fp32, global memory; in a fixed order when deterministic
+//   dk = dK * scale, dv = dV
+//
+// Before it bwd_preprocess.cuh has made lse_log2, delta and a zeroed accumulator; after it bwd_convert.cuh makes dq.
+// Shapes: Q, dO kBlockM x kHeadDim; K, V, dK, dV kBlockN x kHeadDim; S, P, dP, dS kBlockM x kBlockN. Read first: config.h.
+#pragma once
+#include "../ptx/global.cuh"
+#include "../ptx/math.cuh"
+#include "../tile/copy.cuh"
+#include "../tile/fragment.cuh"
+#include "../tile/mask.cuh"
+#include "../tile/scheduler.cuh"
+#include "../tile/seqlen.cuh"
+#include "config.h"
+
+namespace fa2::sm80 {
+
+template <class Element, class Config>
+__global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
+    attention_bwd(__grid_constant__ const BwdParams p) {
+  constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN, kHeadDim = Config::kHeadDim;
+  constexpr int kStages = Config::kStages, kThreads = Config::kThreads;
+
+  WorkTile tile;
+  if (!find_tile(tile, p, p.nheads_kv, (p.seqlen_k + kBlockN - 1) / kBlockN, false)) return;
+  const Sequence sequence(p, tile.bidb, false);
+  const Mask mask(sequence.seqlen_q, sequence.seqlen_k, p.window_left, p.window_right);
+  const BlockRange blocks = mask.query_blocks<kBlockM, kBlockN>(tile.block);
+
+  const int group = p.nheads_q / p.nheads_kv;
+  const int n_first = tile.block * kBlockN;
+  const int chunks = p.headdim / 8;
+  const int columns = sequence.seqlen_k - n_first;  // keys of this tile that exist, if fewer than kBlockN
+
+  extern __shared__ __align__(1024) unsigned char shared_memory[];
+  const uint32_t shared = ptx::shared_address(shared_memory);
+  const uint32_t sK = shared + Config::kK, sV = shared + Config::kV;
+  const uint32_t sQ = shared + Config::kQ, sDo = shared + Config::kDo;
+  const uint32_t sP = shared + Config::kP, sDs = shared + Config::kDs;
+  const uint32_t sLse = shared + Config::kLse, sDelta = shared + Config::kDelta;
+  TileCopy<kBlockM, kHeadDim, kThreads> const copy_q;
+  TileCopy<kBlockN, kHeadDim, kThreads> const copy_kv;
+
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  // Corners of this warp's share of S and dP, of dK and dV, and of dQ.
+  const int s_row = warp / Config::kWarpColumnsS * Config::kRowTilesS * 16;
+  const int s_column = warp % Config::kWarpColumnsS * 16;
+  const int dkv_row = warp / Config::kWarpColumnsDkv * Config::kRowTilesDkv * 16;
+  const int dkv_column = warp % Config::kWarpColumnsDkv * 16;
+  const int dq_row = warp / Config::kWarpColumnsDq * Config::kRowTilesDq * 16;
+  const int dq_column = warp % Config::kWarpColumnsDq * 16;
+
+  Operand<Role::kA, kHeadDim, false> const s_q(sQ, s_row, 0), s_do(sDo, s_row, 0);
+  Operand<Role::kB, kHeadDim, false> const s_k(sK, s_column, 0), s_v(sV, s_column, 0);
+  Operand<Role::kA, kBlockN, true> const dkv_p(sP, 0, dkv_row), dkv_ds(sDs, 0, dkv_row);
+  Operand<Role::kB, kHeadDim, true> const dkv_do(sDo, 0, dkv_column), dkv_q(sQ, 0, dkv_column);
+  Operand<Role::kA, kBlockN, false> const dq_ds(sDs, dq_row, 0);
+  Operand<Role::kB, kHeadDim, true> const dq_k(sK, 0, dq_column);
+
+  float acc_dk[Config::kRowTilesDkv][Config::kColumnTilesDkv][4];
+  float acc_dv[Config::kRowTilesDkv][Config::kColumnTilesDkv][4];
+  clear(acc_dk);
+  clear(acc_dv);
+  const float scale_log2 = p.softmax_scale * 1.4426950408889634f;
+
+  const auto load_queries = [&](int head, int m_block, int stage) {
+    const int64_t m_first = static_cast<int64_t>(m_block) * kBlockM;
+    const int rows = sequence.seqlen_q - m_block * kBlockM;
+    copy_q.load(sQ + stage * Config::kQ_bytes,
+                static_cast<const Element*>(p.q) + sequence.query_offset(p.q_stride, head) + m_first * p.q_stride.row,
+                p.q_stride.row, rows, chunks);
+    copy_q.load(sDo + stage * Config::kQ_bytes,
+                static_cast<const Element*>(p.dout) + sequence.query_offset(p.dout_stride, head) +
+                    m_first * p.dout_stride.row,
+                p.dout_stride.row, rows, chunks);
+    // Rows past the end: lse 0, delta 0, so P = 1, dS = 0, and dO = 0 keeps them out of dV.
+    for (int i = threadIdx.x; i < 2 * kBlockM; i += kThreads) {
+      const int row = i % kBlockM;
+      const float* source = (i < kBlockM ? p.lse_log2 : p.delta) + sequence.row_offset(p, head) + m_first + row;
+      const uint32_t target = (i < kBlockM ? sLse : sDelta) + stage * Config::kRow_bytes + row * 4;
+      ptx::cp_async_4(target, source, row < rows);
+    }
+    ptx::cp_async_commit();
+  };
+
+  int head = tile.bidh * group, m_block = blocks.first;
+  int steps = group * max(0, blocks.last - blocks.first);
+  if (steps > 0) {
+    copy_kv.load(sK,
+                 static_cast<const Element*>(p.k) + sequence.key_offset(p.k_stride, tile.bidh) + n_first * p.k_stride.row,
+                 p.k_stride.row, columns, chunks);
+    copy_kv.load(sV,
+                 static_cast<const Element*>(p.v) + sequence.key_offset(p.v_stride, tile.bidh) + n_first * p.v_stride.row,
+                 p.v_stride.row, columns, chunks);
+    load_queries(head, m_block, 0);
+  }
+
+  int stage = 0;
+  for (; steps > 0; --steps) {
+    const uint32_t q_offset = stage * Config::kQ_bytes, row_offset = stage * Config::kRow_bytes;
+    const bool wraps = m_block + 1 == blocks.last;
+    const int next_head = wraps ? head + 1 : head, next_m_block = wraps ? blocks.first : m_block + 1;
+
+    // Q, dO, lse and delta have arrived for every thread. Every warp has finished the last step: its Q and dO (the
+    // next copies overwrite them) and its P and dS.
+    ptx::cp_async_wait<0>();
+    __syncthreads();
+    if constexpr (kStages > 1) {
+      if (steps > 1) load_queries(next_head, next_m_block, stage ^ 1);
+    }
+
+    {
+      float acc_s[Config::kRowTilesS][Config::kColumnTilesS][4];
+      float acc_dp[Config::kRowTilesS][Config::kColumnTilesS][4];
+      clear(acc_s);
+      clear(acc_dp);
+      gemm<Element, kHeadDim / 16, Config::kWarpColumnsS>(acc_s, s_q, q_offset, s_k, 0);
+      gemm<Element, kHeadDim / 16, Config::kWarpColumnsS>(acc_dp, s_do, q_offset, s_v, 0);
+      if (!blocks.is_full(m_block)) {
+        const int row = m_block * kBlockM + s_row + lane / 4, column = n_first + s_column + lane % 4 * 2;
+        mask.apply<Config::kWarpColumnsS>(acc_s, row, column, -INFINITY);
+        mask.apply<Config::kWarpColumnsS>(acc_dp, row, column, 0.f);  // a hidden NaN must not meet P = 0
+      }
+#pragma unroll
+      for (int r = 0; r < Config::kRowTilesS * 2; ++r) {
+        const uint32_t row = (s_row + r * 8 + lane / 4) * 4 + row_offset;
+        const float lse_log2 = ptx::load_shared_float(sLse + row);
+        const float delta = ptx::load_shared_float(sDelta + row);
+#pragma unroll
+        for (int j = 0; j < Config::kColumnTilesS; ++j)
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            float& s = acc_s[r / 2][j][r % 2 * 2 + e];
+            float& dp = acc_dp[r / 2][j][r % 2 * 2 + e];
+            s = ptx::exp2_approx(fmaf(s, scale_log2, -lse_log2));
+            dp = s * (dp - delta);
+          }
+      }
+      store_shared<Element, kBlockN, Config::kWarpColumnsS>(sP, s_row, s_column, acc_s);
+      store_shared<Element, kBlockN, Config::kWarpColumnsS>(sDs, s_row, s_column, acc_dp);
+    }
+    __syncthreads();  // all of P and dS is written
+
+    gemm<Element, kBlockM / 16, Config::kWarpColumnsDkv>(acc_dv, dkv_p, 0, dkv_do, q_offset);
+    gemm<Element, kBlockM / 16, Config::kWarpColumnsDkv>(acc_dk, dkv_ds, 0, dkv_q, q_offset);
+    if constexpr (kStages == 1) {
+      __syncthreads();  // every warp has finished with Q and dO
+      if (steps > 1) load_queries(next_head, next_m_block, 0);
+    }
+
+    {
+      float acc_dq[Config::kRowTilesDq][Config::kColumnTilesDq][4];
+      clear(acc_dq);
+      gemm<Element, kBlockN / 16, Config::kWarpColumnsDq>(acc_dq, dq_ds, 0, dq_k, 0);
+
+      int* turn = nullptr;
+      if (p.dq_semaphore != nullptr) {
+        // Key blocks add to a query block in ascending order; each waits only for blocks handed out before it.
+        const int before = tile.block - mask.key_blocks<kBlockM, kBlockN>(m_block).first;
+        turn = p.dq_semaphore + (sequence.query_tile(p, tile.bidb, kBlockM) + m_block) * p.nheads_q + head;
+        if (threadIdx.x == 0) while (ptx::load_acquire(turn) != before) __nanosleep(64);
+        __syncthreads();
+      }
+      // A lane's four values of a row and 16 columns lie side by side: see bwd_convert.cuh for the order.
+      float* gDq = p.dq_accum + (sequence.row_offset(p, head) + static_cast<int64_t>(m_block) * kBlockM) * kHeadDim;
+      const int rows = sequence.seqlen_q - m_block * kBlockM;
+#pragma unroll
+      for (int r = 0; r < Config::kRowTilesDq * 2; ++r) {
+        const int row = dq_row + r * 8 + lane / 4;
+        if (row < rows) {
+#pragma unroll
+          for (int j = 0; j < Config::kColumnTilesDq / 2; ++j) {
+            const int column = dq_column + j * Config::kWarpColumnsDq * 16 + lane % 4 * 4;
+            ptx::red_add_4(gDq + row * kHeadDim + column,
+                           acc_dq[r / 2][2 * j][r % 2 * 2], acc_dq[r / 2][2 * j][r % 2 * 2 + 1],
+                           acc_dq[r / 2][2 * j + 1][r % 2 * 2], acc_dq[r / 2][2 * j + 1][r % 2 * 2 + 1]);
+          }
+        }
+      }
+      if (turn != nullptr) {
+        __threadfence();  // this thread's additions come before the turn moves on
+        __syncthreads();
+        if (threadIdx.x == 0) ptx::red_release_add(turn, 1);
+      }
+    }
+    head = next_head;
+    m_block = next_m_block;
+    stage ^= kStages - 1;
+  }
+
+#pragma unroll
+  for (int i = 0; i < Config::kRowTilesDkv; ++i)
+#pragma unroll
+    for (int j = 0; j < Config::kColumnTilesDkv; ++j)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) acc_dk[i][j][e] *= p.softmax_scale;
+  __syncthreads();  // every warp has finished with K and V
+  store_shared<Element, kHeadDim, Config::kWarpColumnsDkv>(sK, dkv_row, dkv_column, acc_dk);
+  store_shared<Element, kHeadDim, Config::kWarpColumnsDkv>(sV, dkv_row, dkv_column, acc_dv);
+  __syncthreads();  // dK and dV are complete in shared memory
+  copy_kv.store(sK,
+                static_cast<Element*>(p.dk) + sequence.key_offset(p.dk_stride, tile.bidh) + n_first * p.dk_stride.row,
+                p.dk_stride.row, columns, chunks);
+  copy_kv.store(sV,
+                static_cast<Element*>(p.dv) + sequence.key_offset(p.dv_stride, tile.bidh) + n_first * p.dv_stride.row,
+                p.dv_stride.row, columns, chunks);
+}
+
+}  // namespace fa2::sm80
