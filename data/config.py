@@ -65,8 +65,9 @@ class DataConfig:
     shard_tokens: int = 100_000_000  # tokens of one shard file
     cache_dir: str = ".cache/data"  # tokenizers and shards, keyed by fingerprints
     synthetic_tokens: int = 16_777_216  # synthetic: tokens drawn
-    synthetic_document_tokens: int | None = None  # synthetic: length of each document; null draws log-normal lengths
-    synthetic_vocab_size: int = 50_257  # synthetic: ids are drawn below this
+    synthetic_document_tokens: int | None = None  # synthetic: targets of each document; null draws log-normal lengths
+    synthetic_vocab_size: int = 50_257  # synthetic: ids are drawn below this; the last one is end of text
+    synthetic_seed: int = 0  # synthetic: what the random draw depends on
 
     def __post_init__(self) -> None:
         _require(
@@ -77,6 +78,8 @@ class DataConfig:
         )
         for key in ("validation_tokens", "shard_tokens", "synthetic_tokens", "synthetic_vocab_size"):
             _require(getattr(self, key) > 0, f"data.{key}", "positive", getattr(self, key))
+        _require(self.synthetic_vocab_size >= 2, "data.synthetic_vocab_size", "at least 2", self.synthetic_vocab_size)
+        _require(self.synthetic_seed >= 0, "data.synthetic_seed", "at least 0", self.synthetic_seed)
         for key in ("max_documents", "processes", "synthetic_document_tokens"):
             value = getattr(self, key)
             _require(value is None or value > 0, f"data.{key}", "positive or null", value)

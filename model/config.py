@@ -52,8 +52,8 @@ class GPTConfig:
     loss_chunk_tokens: int = 4096  # tokens whose logits exist at once in the loss
 
     def __post_init__(self) -> None:
-        positive = ("vocab_multiple", "max_positions", "n_layer", "d_model", "nheads_q", "loss_chunk_tokens")
-        for key in positive:
+        sizes = ("vocab_multiple", "max_positions", "n_layer", "d_model", "nheads_q", "loss_chunk_tokens")
+        for key in (*sizes, "norm_eps", "rope_theta", "init_std"):
             _require(getattr(self, key) > 0, key, "positive", getattr(self, key))
         for key in ("vocab_size", "nheads_kv", "d_ff"):
             value = getattr(self, key)

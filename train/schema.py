@@ -36,6 +36,15 @@ def _require(ok: bool, key: str, rule: str, value: object) -> None:
         raise ValueError(f"{key} must be {rule}, got {value!r}")
 
 
+def _require_accelerator(key: str, value: str) -> None:
+    _require(value in ("auto", "cpu", "gpu"), key, "auto, cpu or gpu", value)
+
+
+def _require_precision(key: str, value: str | None) -> None:
+    known = ("32-true", "bf16-mixed", "bf16-true", "64-true")  # fp16 would need a loss scaler
+    _require(value is None or value in known, key, f"one of {', '.join(known)} or null", value)
+
+
 @dataclass
 class OptimConfig:
     lr: float = 3e-3  # peak learning rate
@@ -98,19 +107,8 @@ class TrainerConfig:
             "positive or null",
             self.peak_tflops,
         )
-        _require(
-            self.accelerator in ("auto", "cpu", "gpu"),
-            "trainer.accelerator",
-            "auto, cpu or gpu",
-            self.accelerator,
-        )
-        precisions = (None, "32-true", "bf16-mixed", "bf16-true", "16-mixed", "64-true")
-        _require(
-            self.precision in precisions,
-            "trainer.precision",
-            f"one of {precisions[1:]} or null",
-            self.precision,
-        )
+        _require_accelerator("trainer.accelerator", self.accelerator)
+        _require_precision("trainer.precision", self.precision)
 
 
 @dataclass
@@ -157,3 +155,76 @@ class RunConfig:
             self.batch.context,
         )
         self.batch.micro_batches(self.trainer.devices * self.trainer.num_nodes)
+
+
+@dataclass
+class GenerateConfig:
+    """The configuration of `python -m train.generate`."""
+
+    checkpoint: str | None = None  # a run directory (its newest checkpoint) or a .ckpt file
+    prompt: str | None = None  # taken literally; null: prompt_file, or standard input
+    prompt_file: str | None = None  # a UTF-8 file
+    max_new_tokens: int = 256
+    temperature: float = 0.8  # 0 takes the likeliest token
+    top_p: float = 0.95  # share of the probability that may be drawn; 1 draws from all of it
+    seed: int = 1234
+    accelerator: str = "auto"
+
+    def __post_init__(self) -> None:
+        _require(bool(self.checkpoint), "checkpoint", "a run directory or a .ckpt file", self.checkpoint)
+        _require(self.max_new_tokens > 0, "max_new_tokens", "positive", self.max_new_tokens)
+        _require(self.temperature >= 0, "temperature", "at least 0", self.temperature)
+        _require(0.0 < self.top_p <= 1.0, "top_p", "in (0, 1]", self.top_p)
+        _require(
+            self.prompt is None or self.prompt_file is None,
+            "prompt_file",
+            "null when prompt is given",
+            self.prompt_file,
+        )
+        _require_accelerator("accelerator", self.accelerator)
+
+
+class Split(Enum):
+    validation = "validation"
+    train = "train"
+
+
+@dataclass
+class EvaluateConfig:
+    """The configuration of `python -m train.evaluate`; `data` and `batch` begin as the checkpoint's own."""
+
+    checkpoint: str | None = None  # a run directory (its newest checkpoint) or a .ckpt file
+    split: Split = Split.validation
+    max_steps: int | None = None  # stop after this many global batches; null takes the whole split
+    accelerator: str = "auto"
+    precision: str | None = None  # null: bf16-mixed on a GPU, 32-true on a CPU
+    attention: Attention = Attention.auto
+    data: DataConfig = field(default_factory=DataConfig)
+    batch: BatchConfig = field(default_factory=BatchConfig)
+
+    def __post_init__(self) -> None:
+        _require(bool(self.checkpoint), "checkpoint", "a run directory or a .ckpt file", self.checkpoint)
+        _require(self.max_steps is None or self.max_steps > 0, "max_steps", "positive or null", self.max_steps)
+        _require_accelerator("accelerator", self.accelerator)
+        _require_precision("precision", self.precision)
+
+
+@dataclass
+class ExportConfig:
+    """The configuration of `python -m train.export`."""
+
+    checkpoint: str | None = None  # a run directory (its newest checkpoint) or a .ckpt file
+    output: str | None = None  # null: model.safetensors in the run directory
+
+    def __post_init__(self) -> None:
+        _require(bool(self.checkpoint), "checkpoint", "a run directory or a .ckpt file", self.checkpoint)
+
+
+@dataclass
+class ReportConfig:
+    """The configuration of `python -m train.report`."""
+
+    run: str | None = None  # a run directory
+
+    def __post_init__(self) -> None:
+        _require(bool(self.run), "run", "a run directory", self.run)

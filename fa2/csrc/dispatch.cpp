@@ -1,0 +1,115 @@
+// The table of all kernels, and what is derived from it. A new kernel is one row here.
+#include "dispatch.h"
+
+#include <sstream>
+#include <utility>
+#include <vector>
+
+#ifdef FA2_SM80
+#include "sm80/delta.h"
+#endif
+
+namespace fa2 {
+namespace {
+
+// The table holds one type of entry; the parameters' real type is fixed where the row is written.
+template <typename Params, cudaError_t (*kLaunch)(const Params&, cudaStream_t)>
+cudaError_t erased(const void* params, cudaStream_t stream) {
+  return kLaunch(*static_cast<const Params*>(params), stream);
+}
+
+#ifdef FA2_SM80
+template <DType kDType, int kHeadDim>
+Kernel delta_row() {
+  return {Op::kDelta,
+          "sm80",
+          kDType,
+          kHeadDim,
+          80,
+          kAnyLaterSm,
+          erased<DeltaParams, sm80::launch_delta<kDType, kHeadDim>>,
+          sm80::delta_function<kDType, kHeadDim>()};
+}
+#endif
+
+const std::vector<Kernel>& table() {
+  static const std::vector<Kernel> kernels = {
+#ifdef FA2_SM80
+      delta_row<DType::kFloat16, 64>(),   delta_row<DType::kFloat16, 128>(),
+      delta_row<DType::kFloat16, 256>(),  delta_row<DType::kBFloat16, 64>(),
+      delta_row<DType::kBFloat16, 128>(), delta_row<DType::kBFloat16, 256>(),
+#endif
+  };
+  return kernels;
+}
+
+const char* name(Op op) {
+  switch (op) {
+    case Op::kDelta:
+      return "delta";
+  }
+  return "?";
+}
+
+const char* name(DType dtype) {
+  return dtype == DType::kFloat16 ? "float16" : "bfloat16";
+}
+
+bool runs_on(const Kernel& kernel, int sm) {
+  return kernel.min_sm <= sm && sm <= kernel.max_sm;
+}
+
+}  // namespace
+
+const Kernel* find_kernel(Op op, DType dtype, int headdim, int sm) {
+  const Kernel* best = nullptr;
+  for (const Kernel& kernel : table()) {
+    if (kernel.op != op || kernel.dtype != dtype || kernel.max_headdim < headdim || !runs_on(kernel, sm))
+      continue;
+    const auto rank = [](const Kernel& k) { return std::make_pair(-k.min_sm, k.max_headdim); };
+    if (best == nullptr || rank(kernel) < rank(*best)) best = &kernel;
+  }
+  return best;
+}
+
+std::string no_kernel_message(Op op, DType dtype, int headdim, int sm) {
+  std::ostringstream text;
+  text << "no kernel for " << name(op) << ", " << name(dtype) << ", headdim " << headdim << " on sm_" << sm
+       << "; have ";
+  const char* separator = "";
+  for (const Kernel& kernel : table()) {
+    if (kernel.op != op) continue;
+    text << separator << kernel.family << " " << name(kernel.dtype) << " headdim <= " << kernel.max_headdim;
+    text << " on sm_" << kernel.min_sm << (kernel.max_sm == kernel.min_sm ? "" : " and later");
+    separator = ", ";
+  }
+  if (*separator == '\0') text << "none of this operator";
+  return text.str();
+}
+
+const std::string& kernels_json() {
+  static const std::string json = [] {
+    std::ostringstream text;
+    const char* separator = "";
+    text << "[";
+    for (const Kernel& kernel : table()) {
+      text << separator << "{\"op\": \"" << name(kernel.op) << "\", \"family\": \"" << kernel.family
+           << "\", \"dtype\": \"" << name(kernel.dtype) << "\", \"max_headdim\": " << kernel.max_headdim
+           << ", \"min_sm\": " << kernel.min_sm << ", \"max_sm\": " << kernel.max_sm << "}";
+      separator = ", ";
+    }
+    text << "]";
+    return text.str();
+  }();
+  return json;
+}
+
+const Kernel* any_kernel(int sm) {
+  const Kernel* best = nullptr;
+  for (const Kernel& kernel : table()) {
+    if (runs_on(kernel, sm) && (best == nullptr || kernel.min_sm > best->min_sm)) best = &kernel;
+  }
+  return best;
+}
+
+}  // namespace fa2

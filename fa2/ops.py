@@ -1,0 +1,268 @@
+"""The `torch.ops.fa2` operators: schemas, fake kernels, the CPU kernels, autograd and FLOP formulas. The schemas live
+here, not in the extension, so that the operators exist on every machine; the extension adds the CUDA kernels
+(`csrc/api.cpp`).
+
+Masks reach an operator as (window_left, window_right) alone, -1 for unbounded: causal is window_right = 0.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.utils.flop_counter import register_flop_formula, sdpa_backward_flop_count, sdpa_flop_count
+
+from fa2 import cpu, reference
+
+_library = torch.library.Library("fa2", "DEF")
+_MASK = "float softmax_scale, int window_left, int window_right"
+_LENGTHS = "Tensor cu_seqlens_q, Tensor cu_seqlens_k, int max_seqlen_q, int max_seqlen_k"
+SCHEMAS = (
+    f"fwd(Tensor q, Tensor k, Tensor v, {_MASK}) -> (Tensor out, Tensor softmax_lse)",
+    f"fwd_varlen(Tensor q, Tensor k, Tensor v, {_LENGTHS}, {_MASK}) -> (Tensor out, Tensor softmax_lse)",
+    f"bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, {_MASK}, bool deterministic)"
+    " -> (Tensor dq, Tensor dk, Tensor dv)",
+    f"bwd_varlen(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, {_LENGTHS}, {_MASK},"
+    " bool deterministic) -> (Tensor dq, Tensor dk, Tensor dv)",
+    "delta(Tensor dout, Tensor out) -> Tensor",
+    "delta_varlen(Tensor dout, Tensor out, Tensor cu_seqlens_q) -> Tensor",
+)
+for _schema in SCHEMAS:
+    _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
+
+
+# --- what the operators return, for tracing. Everything is contiguous, whatever the inputs' strides.
+
+
+def _like(x: Tensor) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+@torch.library.register_fake("fa2::fwd", lib=_library)
+def _fwd_fake(q: Tensor, k: Tensor, v: Tensor, *mask: Any) -> tuple[Tensor, Tensor]:
+    b, s, h, _ = q.shape
+    return _like(q), q.new_empty((b, h, s), dtype=reference.compute_dtype(q.dtype))
+
+
+@torch.library.register_fake("fa2::fwd_varlen", lib=_library)
+def _fwd_varlen_fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    t, h, _ = q.shape
+    return _like(q), q.new_empty((h, t), dtype=reference.compute_dtype(q.dtype))
+
+
+@torch.library.register_fake("fa2::bwd", lib=_library)
+@torch.library.register_fake("fa2::bwd_varlen", lib=_library)
+def _bwd_fake(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return _like(q), _like(k), _like(v)
+
+
+@torch.library.register_fake("fa2::delta", lib=_library)
+def _delta_fake(dout: Tensor, out: Tensor) -> Tensor:
+    b, s, h, _ = out.shape
+    return out.new_empty((b, h, s), dtype=reference.compute_dtype(out.dtype))
+
+
+@torch.library.register_fake("fa2::delta_varlen", lib=_library)
+def _delta_varlen_fake(dout: Tensor, out: Tensor, cu_seqlens_q: Tensor) -> Tensor:
+    t, h, _ = out.shape
+    return out.new_empty((h, t), dtype=reference.compute_dtype(out.dtype))
+
+
+# --- CPU kernels
+
+
+def _fwd_cpu(q: Tensor, k: Tensor, v: Tensor, scale: float, left: int, right: int) -> tuple[Tensor, Tensor]:
+    return reference.dense_forward(q, k, v, scale, left, right, cpu.attend)
+
+
+def _fwd_varlen_cpu(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    scale: float,
+    left: int,
+    right: int,
+) -> tuple[Tensor, Tensor]:
+    return reference.varlen_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, scale, left, right, cpu.attend)
+
+
+def _bwd_cpu(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    left: int,
+    right: int,
+    deterministic: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return reference.dense_backward(dout, q, k, v, out, lse, scale, left, right, cpu.attend_backward)
+
+
+def _bwd_varlen_cpu(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    scale: float,
+    left: int,
+    right: int,
+    deterministic: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return reference.varlen_backward(
+        dout, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, scale, left, right, cpu.attend_backward
+    )
+
+
+def _delta_cpu(dout: Tensor, out: Tensor) -> Tensor:
+    dtype = reference.compute_dtype(out.dtype)
+    return (dout.to(dtype) * out.to(dtype)).sum(dim=-1).transpose(-1, -2).contiguous()
+
+
+def _delta_varlen_cpu(dout: Tensor, out: Tensor, cu_seqlens_q: Tensor) -> Tensor:
+    past_the_end = torch.arange(out.shape[0], device=out.device) >= cu_seqlens_q[-1]
+    return _delta_cpu(dout, out).masked_fill(past_the_end, 0.0)
+
+
+for _name, _kernel in (
+    ("fwd", _fwd_cpu),
+    ("fwd_varlen", _fwd_varlen_cpu),
+    ("bwd", _bwd_cpu),
+    ("bwd_varlen", _bwd_varlen_cpu),
+    ("delta", _delta_cpu),
+    ("delta_varlen", _delta_varlen_cpu),
+):
+    _library.impl(_name, _kernel, "CPU")
+
+
+# --- autograd. A Function over the operators, not `register_autograd`: 24 µs a call against 91. `once_differentiable`
+# makes a second derivative an error instead of a wrong number. lse carries no gradient.
+
+
+class Dense(torch.autograd.Function):
+    """(out, lse) of the dense layout, differentiable in q, k and v."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, left: int, right: int, deterministic: bool
+    ) -> Any:
+        out, lse = torch.ops.fa2.fwd(q, k, v, scale, left, right)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.mask = (scale, left, right, deterministic)
+        ctx.mark_non_differentiable(lse)
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor, _dlse: Tensor) -> Any:
+        dq, dk, dv = torch.ops.fa2.bwd(dout, *ctx.saved_tensors, *ctx.mask)
+        return dq, dk, dv, None, None, None, None
+
+
+class Varlen(torch.autograd.Function):
+    """(out, lse) of the varlen layout, differentiable in q, k and v.
+
+    cu_seqlens_k is None where it is cu_seqlens_q itself: Dynamo refuses a Function that is given one tensor twice.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor | None,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        scale: float,
+        left: int,
+        right: int,
+        deterministic: bool,
+    ) -> Any:
+        cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
+        lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        out, lse = torch.ops.fa2.fwd_varlen(q, k, v, *lengths, scale, left, right)
+        ctx.save_for_backward(q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k)
+        ctx.rest = (max_seqlen_q, max_seqlen_k, scale, left, right, deterministic)
+        ctx.mark_non_differentiable(lse)
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor, _dlse: Tensor) -> Any:
+        dq, dk, dv = torch.ops.fa2.bwd_varlen(dout, *ctx.saved_tensors, *ctx.rest)
+        return dq, dk, dv, None, None, None, None, None, None, None, None
+
+
+# --- FLOPs for FlopCounterMode, in torch's convention for attention: the mask is not counted off, the backward is 2.5
+# times the forward. Varlen counts the true lengths where cu_seqlens can be read, the longest possible ones where not.
+
+
+def _heads_first(shape: Any) -> tuple[int, ...]:
+    b, s, h, d = shape
+    return (b, h, s, d)
+
+
+@register_flop_formula(torch.ops.fa2.fwd)
+def _fwd_flops(q: Any, k: Any, v: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+    b, h, sq, d = _heads_first(q)
+    return sdpa_flop_count((b, h, sq, d), (b, h, k[1], d), (b, h, k[1], d))
+
+
+@register_flop_formula(torch.ops.fa2.bwd)
+def _bwd_flops(dout: Any, q: Any, k: Any, v: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+    b, h, sq, d = _heads_first(q)
+    q_shape, k_shape = (b, h, sq, d), (b, h, k[1], d)
+    return sdpa_backward_flop_count(q_shape, q_shape, k_shape, k_shape)
+
+
+def _lengths(q: Tensor, k: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int) -> list[tuple[int, int]]:
+    if isinstance(cu_q, torch._subclasses.FakeTensor) or cu_q.is_meta:
+        n = max(1, -(-q.shape[0] // max(1, max_q)))
+        return [(min(max_q, q.shape[0]), min(max_k, k.shape[0]))] * n
+    q_lengths, k_lengths = cu_q.diff().tolist(), cu_k.diff().tolist()
+    return list(zip(q_lengths, k_lengths, strict=True))
+
+
+@register_flop_formula(torch.ops.fa2.fwd_varlen, get_raw=True)
+def _fwd_varlen_flops(
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, *args: Any, **kwargs: Any
+) -> int:
+    _, h, d = q.shape
+    lengths = _lengths(q, k, cu_q, cu_k, max_q, max_k)
+    return sum(sdpa_flop_count((1, h, m, d), (1, h, n, d), (1, h, n, d)) for m, n in lengths)
+
+
+@register_flop_formula(torch.ops.fa2.bwd_varlen, get_raw=True)
+def _bwd_varlen_flops(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    cu_q: Tensor,
+    cu_k: Tensor,
+    max_q: int,
+    max_k: int,
+    *args: Any,
+    **kwargs: Any,
+) -> int:
+    _, h, d = q.shape
+    lengths = _lengths(q, k, cu_q, cu_k, max_q, max_k)
+    return sum(sdpa_backward_flop_count((1, h, m, d), (1, h, m, d), (1, h, n, d), (1, h, n, d)) for m, n in lengths)

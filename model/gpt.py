@@ -1,0 +1,208 @@
+"""A GPT over unpadded tokens: `(T, d_model)`, documents side by side, attention told their limits by cu_seqlens.
+
+Knows tensors, the shape in `config.py` and an attention callable; nothing of data files, optimisers or Lightning.
+Every shape is static and nothing is read back from the device. Read next: `attention.py`, `loss.py`, `rope.py`.
+Legend: T tokens, Hq query heads, Hkv key/value heads, D headdim.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from model.attention import AttentionFn
+from model.config import GPTConfig, Mlp, Norm, Position
+from model.loss import linear_cross_entropy
+from model.rope import rotary_table, rotate
+
+Rotary = tuple[Tensor, Tensor]  # (cos, sin) of the batch
+
+
+def _norm(config: GPTConfig) -> nn.Module:
+    if config.norm is Norm.rmsnorm:
+        return nn.RMSNorm(config.d_model, eps=config.norm_eps)
+    return nn.LayerNorm(config.d_model, eps=config.norm_eps, bias=config.bias)
+
+
+class SelfAttention(nn.Module):
+    """Causal self-attention inside each document, with grouped query heads."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.nheads_q, self.nheads_kv, self.headdim = config.nheads_q, config.kv_heads, config.headdim
+        width_qkv = (self.nheads_q + 2 * self.nheads_kv) * self.headdim
+        self.qkv = nn.Linear(config.d_model, width_qkv, bias=config.bias)
+        self.out = nn.Linear(config.d_model, config.d_model, bias=config.bias)
+
+    def forward(
+        self, x: Tensor, rotary: Rotary | None, cu_seqlens: Tensor, max_seqlen: int, attention: AttentionFn
+    ) -> Tensor:
+        qkv = self.qkv(x).unflatten(-1, (-1, self.headdim))  # (T, Hq + 2 Hkv, D)
+        qk, v = qkv.split((self.nheads_q + self.nheads_kv, self.nheads_kv), dim=1)
+        if rotary is not None:
+            qk = rotate(qk, *rotary)
+        q, k = qk.split((self.nheads_q, self.nheads_kv), dim=1)
+        return self.out(attention(q, k, v, cu_seqlens, max_seqlen).flatten(1))
+
+
+class FeedForward(nn.Module):
+    """down(gelu(up(x))), or SwiGLU: down(silu(gate) · value) with gate and value from one projection."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.gated = config.mlp is Mlp.swiglu
+        self.up = nn.Linear(config.d_model, config.ff_width * (2 if self.gated else 1), bias=config.bias)
+        self.down = nn.Linear(config.ff_width, config.d_model, bias=config.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        up = self.up(x)
+        if self.gated:
+            gate, value = up.chunk(2, dim=-1)
+            return self.down(F.silu(gate) * value)
+        return self.down(F.gelu(up, approximate="tanh"))
+
+
+class Block(nn.Module):
+    """Pre-norm transformer block; the unit that is compiled and checkpointed."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.norm_attention = _norm(config)
+        self.attention = SelfAttention(config)
+        self.norm_mlp = _norm(config)
+        self.mlp = FeedForward(config)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(
+        self, x: Tensor, rotary: Rotary | None, cu_seqlens: Tensor, max_seqlen: int, attention: AttentionFn
+    ) -> Tensor:
+        x = x + self.dropout(self.attention(self.norm_attention(x), rotary, cu_seqlens, max_seqlen, attention))
+        return x + self.dropout(self.mlp(self.norm_mlp(x)))
+
+
+class GPT(nn.Module):
+    """Decoder-only transformer. Built on the current default device: `with torch.device("cuda"): GPT(...)`.
+
+    Args:
+        config: shape; `vocab_size` must be set.
+        attention: backend from `model.attention.resolve_attention`.
+        activation_checkpointing: keep only each block's input and recompute the rest in the backward pass. Also an
+            attribute, free to change between steps.
+    """
+
+    def __init__(self, config: GPTConfig, attention: AttentionFn, activation_checkpointing: bool = False) -> None:
+        super().__init__()
+        self.config = config
+        self.attention = attention
+        self.activation_checkpointing = activation_checkpointing
+        self.embedding = nn.Embedding(config.padded_vocab_size, config.d_model)
+        learned = config.position is Position.learned
+        self.position_embedding = nn.Embedding(config.max_positions, config.d_model) if learned else None
+        self.dropout = nn.Dropout(config.dropout)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
+        self.norm = _norm(config)
+        # a tied model has no second parameter: one gradient, one optimiser state, one entry in a state dict
+        self.head = None if config.tie_embeddings else nn.Linear(config.d_model, config.padded_vocab_size, bias=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """GPT-3 initialisation, in place: also what makes a model of `to_empty` tensors usable."""
+        std = self.config.init_std
+        for module in self.modules():
+            if isinstance(module, nn.LayerNorm | nn.RMSNorm):
+                module.reset_parameters()
+            elif isinstance(module, nn.Linear | nn.Embedding):
+                nn.init.normal_(module.weight, std=std)
+                if isinstance(module, nn.Linear) and module.bias is not None:
+                    nn.init.zeros_(module.bias)
+        # 2 n_layer branches add up in the residual stream; this keeps its variance independent of depth
+        for name, parameter in self.blocks.named_parameters():
+            if name.endswith(("attention.out.weight", "mlp.down.weight")):
+                nn.init.normal_(parameter, std=std / math.sqrt(2 * self.config.n_layer))
+
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        cu_seqlens: Tensor,
+        max_seqlen: int,
+        attentions: Sequence[AttentionFn] | None = None,
+    ) -> Tensor:
+        """Hidden states after the final norm.
+
+        Args:
+            tokens: (T,) int64 below `vocab_size`; those at or past `cu_seqlens[-1]` are padding.
+            positions: (T,) int32, 0 at the first token of each document; anything on padding.
+            cu_seqlens: (max_docs + 1,) int32 document limits; repeats of the last value are empty documents.
+            max_seqlen: at least the longest document; constant over a run.
+            attentions: one backend for each block, for a cache of keys and values; None takes `self.attention`.
+
+        Returns:
+            (T, d_model); rows of padding hold finite values of no meaning.
+
+        Raises:
+            ValueError: max_seqlen exceeds the positions the model was built for.
+        """
+        if max_seqlen > self.config.max_positions:
+            raise ValueError(
+                f"model.max_positions must be at least max_seqlen ({max_seqlen}), got {self.config.max_positions}"
+            )
+        # Padding starts from 0 at position 0: its embedding could reach a gradient as 0 · NaN, and its position
+        # may lie outside the table.
+        real = torch.arange(tokens.shape[0], device=tokens.device) < cu_seqlens[-1]
+        x = torch.where(real[:, None], self.embedding(tokens), 0)
+        positions = torch.where(real, positions, 0)
+        rotary = None
+        if self.position_embedding is not None:
+            x = x + self.position_embedding(positions)
+        else:
+            rotary = rotary_table(positions, self.config.headdim, self.config.rope_theta)
+        x = self.dropout(x)
+        recompute = self.activation_checkpointing and torch.is_grad_enabled()
+        for i, block in enumerate(self.blocks):
+            inputs = (x, rotary, cu_seqlens, max_seqlen, self.attention if attentions is None else attentions[i])
+            if recompute:
+                x = checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=self.config.dropout > 0)
+            else:
+                x = block(*inputs)
+        return self.norm(x)
+
+    def loss(self, tokens: Tensor, targets: Tensor, positions: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
+        """Sum of nats over the valid targets, () fp32 (float64 for a float64 model); -100 in `targets` is ignored."""
+        hidden = self(tokens, positions, cu_seqlens, max_seqlen)
+        config = self.config
+        return linear_cross_entropy(hidden, self.readout, targets, config.loss_chunk_tokens, config.vocab_size)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Scores (N, padded_vocab) of the next token; padded ids score −inf, as in the loss."""
+        logits = F.linear(hidden, self.readout)
+        logits[:, self.config.vocab_size :] = -torch.inf
+        return logits
+
+    @property
+    def readout(self) -> Tensor:
+        """The (padded_vocab, d_model) matrix that turns hidden states into logits."""
+        return self.embedding.weight if self.head is None else self.head.weight
+
+    @property
+    def n_params(self) -> int:
+        """All parameters, a tied matrix counted once."""
+        return sum(p.numel() for p in self.parameters())
+
+    @property
+    def matmul_params(self) -> int:
+        """Weights that every token is multiplied with, the read-out over the true vocabulary included."""
+        linear = sum(m.weight.numel() for m in self.blocks.modules() if isinstance(m, nn.Linear))
+        assert self.config.vocab_size is not None, "the constructor refuses a config without a vocabulary"
+        return linear + self.config.vocab_size * self.config.d_model
+
+    def decay_groups(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+        """(matrices, others): weight decay is for matrices, embeddings included; others are biases and norms."""
+        matrices = [p for p in self.parameters() if p.dim() >= 2]
+        others = [p for p in self.parameters() if p.dim() < 2]
+        return matrices, others
