@@ -76,12 +76,12 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
     const int64_t m_first = static_cast<int64_t>(m_block) * kBlockM;
     const int rows = sequence.seqlen_q - m_block * kBlockM;
     copy_q.load(sQ + stage * Config::kQ_bytes,
-                static_cast<const Element*>(p.q) + sequence.query_offset(p.q_stride, head) + m_first * p.q_stride.row,
-                p.q_stride.row, rows, chunks);
+                static_cast<const Element*>(p.q) + sequence.query_offset(p.q_strides, head) + m_first * p.q_strides.row,
+                p.q_strides.row, rows, chunks);
     copy_q.load(sDo + stage * Config::kQ_bytes,
-                static_cast<const Element*>(p.dout) + sequence.query_offset(p.dout_stride, head) +
-                    m_first * p.dout_stride.row,
-                p.dout_stride.row, rows, chunks);
+                static_cast<const Element*>(p.dout) + sequence.query_offset(p.dout_strides, head) +
+                    m_first * p.dout_strides.row,
+                p.dout_strides.row, rows, chunks);
     // Rows past the end: lse 0, delta 0, so P = 1, dS = 0, and dO = 0 keeps them out of dV.
     for (int i = threadIdx.x; i < 2 * kBlockM; i += kThreads) {
       const int row = i % kBlockM;
@@ -96,11 +96,11 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
   int steps = group * max(0, blocks.last - blocks.first);
   if (steps > 0) {
     copy_kv.load(sK,
-                 static_cast<const Element*>(p.k) + sequence.key_offset(p.k_stride, tile.bidh) + n_first * p.k_stride.row,
-                 p.k_stride.row, columns, chunks);
+                 static_cast<const Element*>(p.k) + sequence.key_offset(p.k_strides, tile.bidh) + n_first * p.k_strides.row,
+                 p.k_strides.row, columns, chunks);
     copy_kv.load(sV,
-                 static_cast<const Element*>(p.v) + sequence.key_offset(p.v_stride, tile.bidh) + n_first * p.v_stride.row,
-                 p.v_stride.row, columns, chunks);
+                 static_cast<const Element*>(p.v) + sequence.key_offset(p.v_strides, tile.bidh) + n_first * p.v_strides.row,
+                 p.v_strides.row, columns, chunks);
     load_queries(head, m_block, 0);
   }
 
@@ -208,11 +208,11 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
   store_shared<Element, kHeadDim, Config::kWarpColumnsDkv>(sV, dkv_row, dkv_column, acc_dv);
   __syncthreads();  // dK and dV are complete in shared memory
   copy_kv.store(sK,
-                static_cast<Element*>(p.dk) + sequence.key_offset(p.dk_stride, tile.bidh) + n_first * p.dk_stride.row,
-                p.dk_stride.row, columns, chunks);
+                static_cast<Element*>(p.dk) + sequence.key_offset(p.dk_strides, tile.bidh) + n_first * p.dk_strides.row,
+                p.dk_strides.row, columns, chunks);
   copy_kv.store(sV,
-                static_cast<Element*>(p.dv) + sequence.key_offset(p.dv_stride, tile.bidh) + n_first * p.dv_stride.row,
-                p.dv_stride.row, columns, chunks);
+                static_cast<Element*>(p.dv) + sequence.key_offset(p.dv_strides, tile.bidh) + n_first * p.dv_strides.row,
+                p.dv_strides.row, columns, chunks);
 }
 
 }  // namespace fa2::sm80

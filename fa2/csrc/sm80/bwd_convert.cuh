@@ -5,7 +5,7 @@
 #include <cstdint>
 
 #include "../ptx/mma.cuh"
-#include "params.h"
+#include "../params.h"
 
 namespace fa2::sm80 {
 
@@ -32,8 +32,8 @@ __global__ void __launch_bounds__(kConvertThreads) bwd_convert_dq(__grid_constan
     low[t] = ptx::pack<Element>(x.x * p.softmax_scale, x.y * p.softmax_scale);
     high[t] = ptx::pack<Element>(x.z * p.softmax_scale, x.w * p.softmax_scale);
   }
-  auto* dq = static_cast<Element*>(p.dq) + bidb * p.dq_stride.batch + row * p.dq_stride.row +
-             head * p.dq_stride.head + group * 16;
+  auto* dq = static_cast<Element*>(p.dq) + bidb * p.dq_strides.batch + row * p.dq_strides.row +
+             head * p.dq_strides.head + group * 16;
   *reinterpret_cast<uint4*>(dq) = make_uint4(low[0], low[1], low[2], low[3]);
   if (group * 16 + 8 < p.headdim) *reinterpret_cast<uint4*>(dq + 8) = make_uint4(high[0], high[1], high[2], high[3]);
 }

@@ -5,7 +5,7 @@
 #include <cstdint>
 
 #include "../ptx/mma.cuh"
-#include "params.h"
+#include "../params.h"
 
 namespace fa2::sm80 {
 
@@ -15,22 +15,23 @@ constexpr int kPreprocessThreads = 256, kPreprocessRows = kPreprocessThreads / 8
 // one batch element of total_q rows, documents do not matter here. `rows` is lse_head's stride, too.
 template <class Element, int kHeadDim>
 __global__ void __launch_bounds__(kPreprocessThreads)
-    bwd_preprocess(__grid_constant__ const BwdParams p, int rows, int semaphores) {
+    bwd_preprocess(__grid_constant__ const BwdParams p, int rows, int64_t semaphores) {
   const unsigned blocks_per_head = (rows + kPreprocessRows - 1) / kPreprocessRows;
   const unsigned index = blockIdx.x / blocks_per_head;
   const int head = index % p.nheads_q, bidb = index / p.nheads_q;
   const int row = (blockIdx.x % blocks_per_head) * kPreprocessRows + threadIdx.x / 8;
   const int lane = threadIdx.x % 8;
 
-  for (int i = blockIdx.x * kPreprocessThreads + threadIdx.x; i < semaphores; i += gridDim.x * kPreprocessThreads)
+  const int64_t threads = static_cast<int64_t>(gridDim.x) * kPreprocessThreads;
+  for (int64_t i = static_cast<int64_t>(blockIdx.x) * kPreprocessThreads + threadIdx.x; i < semaphores; i += threads)
     p.dq_semaphore[i] = 0;
 
   float sum = 0.f;
   if (row < rows) {
-    const auto* out = static_cast<const Element*>(p.out) + bidb * p.out_stride.batch +
-                      static_cast<int64_t>(row) * p.out_stride.row + head * p.out_stride.head;
-    const auto* dout = static_cast<const Element*>(p.dout) + bidb * p.dout_stride.batch +
-                       static_cast<int64_t>(row) * p.dout_stride.row + head * p.dout_stride.head;
+    const auto* out = static_cast<const Element*>(p.out) + bidb * p.out_strides.batch +
+                      static_cast<int64_t>(row) * p.out_strides.row + head * p.out_strides.head;
+    const auto* dout = static_cast<const Element*>(p.dout) + bidb * p.dout_strides.batch +
+                       static_cast<int64_t>(row) * p.dout_strides.row + head * p.dout_strides.head;
     float* accum = p.dq_accum + (bidb * p.lse_batch + head * p.lse_head + row) * kHeadDim;
     uint4 a[(kHeadDim + 63) / 64], b[(kHeadDim + 63) / 64];
 #pragma unroll

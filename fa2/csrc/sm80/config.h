@@ -74,8 +74,8 @@ template <> struct BwdConfig<192, false> : BwdTile<192, 64, 64, 8, 2, 4, 2, 2, 1
 template <> struct BwdConfig<256, false> : BwdTile<256, 64, 64, 8, 1, 4, 2, 2, 1> {};   // 145 KB
 template <> struct BwdConfig<64, true> : BwdTile<64, 64, 128, 8, 2, 2, 4, 4, 1> {};     // 97 KB
 template <> struct BwdConfig<96, true> : BwdTile<96, 64, 64, 4, 2, 2, 2, 4, 1> {};      // 89 KB
-template <> struct BwdConfig<128, true> : BwdTile<128, 64, 64, 4, 1, 2, 2, 2, 1> {};    // 81 KB
-template <> struct BwdConfig<192, true> : BwdTile<192, 32, 64, 4, 1, 2, 2, 1, 1> {};    // 80 KB
+template <> struct BwdConfig<128, true> : BwdTile<128, 64, 64, 8, 1, 2, 2, 2, 1> {};    // 81 KB
+template <> struct BwdConfig<192, true> : BwdTile<192, 32, 64, 8, 1, 2, 4, 2, 1> {};    // 80 KB
 template <> struct BwdConfig<256, true> : BwdTile<256, 32, 32, 4, 1, 2, 2, 2, 1> {};    // 68 KB
 
 // delta: bound by memory, so nothing but whole 128-byte lines per request matters. A row of kHeadDim 16-bit

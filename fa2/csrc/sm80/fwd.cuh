@@ -36,10 +36,10 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
   const int m_first = tile.block * kBlockM;
   const int rows = min(kBlockM, sequence.seqlen_q - m_first);
   const int chunks = p.headdim / 8;
-  const auto* gQ = static_cast<const Element*>(p.q) + sequence.query_offset(p.q_stride, tile.bidh) +
-                   m_first * p.q_stride.row;
-  const auto* gK = static_cast<const Element*>(p.k) + sequence.key_offset(p.k_stride, bidh_kv);
-  const auto* gV = static_cast<const Element*>(p.v) + sequence.key_offset(p.v_stride, bidh_kv);
+  const auto* gQ = static_cast<const Element*>(p.q) + sequence.query_offset(p.q_strides, tile.bidh) +
+                   m_first * p.q_strides.row;
+  const auto* gK = static_cast<const Element*>(p.k) + sequence.key_offset(p.k_strides, bidh_kv);
+  const auto* gV = static_cast<const Element*>(p.v) + sequence.key_offset(p.v_strides, bidh_kv);
 
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   const uint32_t shared = ptx::shared_address(shared_memory);
@@ -58,16 +58,16 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
   OnlineSoftmax<kRowTiles> softmax(p.softmax_scale * 1.4426950408889634f);
 
   const auto load_k = [&](int n_block, int stage) {
-    copy_kv.load(sK + stage * kKV_bytes, gK + static_cast<int64_t>(n_block) * kBlockN * p.k_stride.row, p.k_stride.row,
+    copy_kv.load(sK + stage * kKV_bytes, gK + static_cast<int64_t>(n_block) * kBlockN * p.k_strides.row, p.k_strides.row,
                  sequence.seqlen_k - n_block * kBlockN, chunks);
   };
   const auto load_v = [&](int n_block, int stage) {
-    copy_kv.load(sV + stage * kKV_bytes, gV + static_cast<int64_t>(n_block) * kBlockN * p.v_stride.row, p.v_stride.row,
+    copy_kv.load(sV + stage * kKV_bytes, gV + static_cast<int64_t>(n_block) * kBlockN * p.v_strides.row, p.v_strides.row,
                  sequence.seqlen_k - n_block * kBlockN, chunks);
   };
 
   if (blocks.last > blocks.first) {
-    copy_q.load(sQ, gQ, p.q_stride.row, rows, chunks);
+    copy_q.load(sQ, gQ, p.q_strides.row, rows, chunks);
     load_k(blocks.last - 1, 0);
     if constexpr (kStages > 1) load_v(blocks.last - 1, 0);
     ptx::cp_async_commit();
@@ -134,8 +134,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
   // Each warp turns its own rows of sQ into out's; then all threads write whole rows.
   store_shared<Element, kHeadDim, 1>(sQ, warp_row, 0, acc_o);
   __syncthreads();
-  auto* gO = static_cast<Element*>(p.out) + sequence.query_offset(p.out_stride, tile.bidh) + m_first * p.out_stride.row;
-  copy_q.store(sQ, gO, p.out_stride.row, rows, chunks);
+  auto* gO = static_cast<Element*>(p.out) + sequence.query_offset(p.out_strides, tile.bidh) + m_first * p.out_strides.row;
+  copy_q.store(sQ, gO, p.out_strides.row, rows, chunks);
 }
 
 }  // namespace fa2::sm80

@@ -4,7 +4,7 @@
 #pragma once
 #include <cstdint>
 
-#include "params.h"
+#include "../params.h"
 
 namespace fa2 {
 

@@ -2,7 +2,7 @@
 // writes on the device before the kernel, heaviest sequences first; blocks past its end return at once (there are at
 // most batch + 1 of them per head: the grid is the bound total / kBlock + batch + 1, so max_seqlen plays no part).
 #pragma once
-#include "params.h"
+#include "../params.h"
 
 namespace fa2 {
 
