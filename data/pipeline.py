@@ -73,11 +73,14 @@ class Preparation:
 
     def run(self) -> dict[str, Any]:
         start = time.monotonic()
-        size = sum(unit.size for unit in self.units[self.position[0] :])
+        remaining = self.units[self.position[0] :]
+        size = sum(unit.size for unit in remaining)
         processes = self._processes(size)
         resumed = f", going on after {len(self.records)} finished shards" if self.records else ""
         self.say(f"data: tokenizing {self.source.name} in {processes} process{'es' * (processes > 1)}{resumed}")
-        bar = ProgressBar("tokenizing", size, self.progress)
+        # A compressed file's size says little about the text in it.
+        known = not any(unit.path.endswith((".gz", ".parquet")) for unit in remaining)
+        bar = ProgressBar("tokenizing", size if known else 0, self.progress)
         writer: ShardWriter | None = None
         try:
             batches = encode_in_order(self.tokenizer, self._batches(), lambda batch: batch.texts, processes)
@@ -199,7 +202,6 @@ class Preparation:
         for split, total in totals.items():
             for name in ("documents", "bytes", *(("tokens",) if split in SPLITS else ())):
                 total[name] = sum(record["splits"][split][name] for record in self.records)
-        self._check(totals)
         contents = hashlib.sha256(f"{FORMAT} {self.tokenizer.fingerprint}".encode())
         for split in SPLITS:
             contents.update(split.encode())
@@ -228,27 +230,3 @@ class Preparation:
         }
         write_json(self.directory / "manifest.json", manifest)
         return manifest
-
-    def _check(self, totals: dict[str, dict[str, int]]) -> None:
-        name, counts = self.source.name, self.counts
-        if not counts["read"]:
-            raise ValueError(
-                f"{name} must give at least one document, got none "
-                f"({counts['empty']} empty and {counts['undecodable']} undecodable were skipped)"
-            )
-        if not totals["train"]["documents"]:
-            raise ValueError(
-                f"data.validation_fraction must leave documents for training, got {self.data.validation_fraction} "
-                f"with all {counts['read'] - counts['duplicates']} documents of {name} in the validation split"
-            )
-        if totals["validation"]["documents"]:
-            return
-        if totals[HELD_OUT]["documents"]:
-            raise ValueError(
-                f"data.validation_tokens must hold at least one validation document, got {self.data.validation_tokens} "
-                f"with {totals[HELD_OUT]['documents']} longer ones in {name}"
-            )
-        raise ValueError(
-            f"data.validation_fraction must give at least one validation document, got {self.data.validation_fraction} "
-            f"with none among the {counts['read'] - counts['duplicates']} documents of {name}"
-        )

@@ -12,7 +12,7 @@ import fcntl
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,7 +50,13 @@ class Prepared:
             yield self.tokenizer.decode(self.validation.document(i))
 
 
-def prepare(data: DataConfig, tokenizer: TokenizerConfig, say: Say = print, progress: bool = True) -> Prepared:
+def prepare(
+    data: DataConfig,
+    tokenizer: TokenizerConfig,
+    say: Say = print,
+    progress: bool = True,
+    splits: Sequence[str] = SPLITS,
+) -> Prepared:
     """Tokenizes the configured source into shards below `data.cache_dir`, or finds them there.
 
     Safe to call from several processes at once: one works, the others wait for it. After a kill it continues at the
@@ -59,6 +65,7 @@ def prepare(data: DataConfig, tokenizer: TokenizerConfig, say: Say = print, prog
     Args:
         say: takes one line for each thing worth knowing.
         progress: shows a progress bar where stderr is a terminal.
+        splits: those that must not be empty.
 
     Raises:
         ValueError: the source, a split or the tokenizer is not usable; names the key.
@@ -83,6 +90,7 @@ def prepare(data: DataConfig, tokenizer: TokenizerConfig, say: Say = print, prog
         manifest = _finished_manifest(directory)
         if manifest is None:
             manifest = Preparation(data, source, identity, chosen, facts, directory, say, progress).run()
+    _check(manifest, source.name, data, splits)
     prepared = Prepared(
         chosen,
         TokenDataset.open(directory, "train"),
@@ -158,6 +166,33 @@ def _tokenizer(
         trained.save(path)
         say(f"data: tokenizer of {trained.vocab_size} ids trained in {time.monotonic() - start:.1f} s")
     return trained
+
+
+def _check(manifest: dict[str, Any], name: str, data: DataConfig, splits: Sequence[str]) -> None:
+    """Refuses a source without documents, or without any in a split that is asked for."""
+    counts, totals = manifest["counts"], manifest["splits"]
+    if not counts["read"]:
+        raise ValueError(
+            f"{name} must give at least one document, got none "
+            f"({counts['empty']} empty and {counts['undecodable']} undecodable were skipped)"
+        )
+    distinct = counts["read"] - counts["duplicates"]
+    if "train" in splits and not totals["train"]["documents"]:
+        raise ValueError(
+            f"data.validation_fraction must leave documents for training, got {data.validation_fraction} "
+            f"with all {distinct} documents of {name} in the validation split"
+        )
+    if "validation" not in splits or totals["validation"]["documents"]:
+        return
+    if totals[HELD_OUT]["documents"]:
+        raise ValueError(
+            f"data.validation_tokens must hold at least one validation document, got {data.validation_tokens} "
+            f"with {totals[HELD_OUT]['documents']} longer ones in {name}"
+        )
+    raise ValueError(
+        f"data.validation_fraction must give at least one validation document, got {data.validation_fraction} "
+        f"with none among the {distinct} documents of {name}"
+    )
 
 
 def _finished_manifest(directory: Path) -> dict[str, Any] | None:

@@ -137,7 +137,9 @@ class TokenDataset:
         assert (edges[-1] if len(edges) else 0) == self.lengths.sum(), "the index must cover the tokens"
 
     @classmethod
-    def from_documents(cls, documents: list[list[int]], vocab_size: int, n_bytes: list[int] | None = None):
+    def from_documents(
+        cls, documents: list[list[int]], vocab_size: int, n_bytes: list[int] | None = None
+    ) -> TokenDataset:
         """A dataset in memory, of documents that already begin and end with end of text."""
         flat = [np.asarray(d, dtype=np.uint32) for d in documents]
         lengths = np.array([len(d) for d in documents], dtype=np.int64)

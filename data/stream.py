@@ -23,20 +23,19 @@ IGNORED = -100
 
 
 class _Layout:
-    """A bin's pieces as arrays: where each is read, how long it is, which id follows it."""
+    """A bin's pieces as arrays: where each is read, and how long it is."""
 
-    def __init__(self, bin_: Bin, pieces: Pieces, dataset: TokenDataset):
+    def __init__(self, bin_: Bin, pieces: Pieces):
         self.ids = np.array(bin_.pieces, dtype=np.int64)
-        self.starts = pieces.starts[self.ids]
-        self.lengths = pieces.lengths[self.ids]
-        self.shards = pieces.shards[self.ids] if len(dataset.shards) > 1 else None
-        self.last_targets = pieces.last_targets[self.ids]
+        self.starts, self.lengths, self.closed = (
+            pieces.starts[self.ids],
+            pieces.lengths[self.ids],
+            pieces.closed[self.ids],
+        )
+        self.shards = pieces.shards[self.ids]
         if bin_.parts is not None:
             offsets, parts = np.array(bin_.parts, dtype=np.int64).reshape(-1, 2).T
-            ends = offsets + parts
-            for i in np.flatnonzero(ends < self.lengths):
-                shard = dataset.shards[pieces.shards[self.ids[i]]]
-                self.last_targets[i] = shard[self.starts[i] + ends[i]]
+            self.closed &= offsets + parts == self.lengths
             self.starts, self.lengths = self.starts + offsets, parts
         self.n_tokens = int(self.lengths.sum())
         self.sum_len_sq = int(self.lengths @ self.lengths)
@@ -76,13 +75,20 @@ class _Builder:
     def _text(self, layout: _Layout) -> np.ndarray:
         # One slice a piece: copies of whole runs, faster than a gather of single ids.
         ranges = zip(layout.starts.tolist(), (layout.starts + layout.lengths).tolist(), strict=True)
-        if layout.shards is None:
-            shard = self.shards[0]
-            return np.concatenate([shard[start:end] for start, end in ranges])
         shards = self.shards
+        if len(shards) == 1:
+            shard = shards[0]
+            return np.concatenate([shard[start:end] for start, end in ranges])
         return np.concatenate(
             [shards[s][start:end] for s, (start, end) in zip(layout.shards.tolist(), ranges, strict=True)]
         )
+
+    def _last_targets(self, layout: _Layout) -> np.ndarray:
+        """The id after each piece: end of text, or for a cut piece the next id of its document."""
+        targets = np.full(len(layout.ids), self.eot_id, dtype=np.int64)
+        for i in np.flatnonzero(~layout.closed):
+            targets[i] = self.shards[layout.shards[i]][layout.starts[i] + layout.lengths[i]]
+        return targets
 
     def _side_by_side(
         self, layout: _Layout, tokens: np.ndarray, targets: np.ndarray, positions: np.ndarray, cu_seqlens: np.ndarray
@@ -91,7 +97,7 @@ class _Builder:
         end = layout.n_tokens
         tokens[:end] = self._text(layout)
         targets[: end - 1] = tokens[1:end]
-        targets[ends - 1] = layout.last_targets
+        targets[ends - 1] = self._last_targets(layout)
         begins = (ends - layout.lengths).astype(np.int32)
         np.subtract(self._range[:end], np.repeat(begins, layout.lengths), out=positions[:end])
         cu_seqlens[1 : len(ends) + 1] = ends
@@ -102,14 +108,15 @@ class _Builder:
         self, layout: _Layout, tokens: np.ndarray, targets: np.ndarray, positions: np.ndarray, cu_seqlens: np.ndarray
     ) -> int:
         tokens[:], targets[:] = self.eot_id, IGNORED
-        text, taken, boundaries = self._text(layout), 0, [0]
+        text, last_targets = self._text(layout), self._last_targets(layout)
+        taken, boundaries = 0, [0]
         for row, n in enumerate(layout.lengths.tolist()):
             start = row * self.context
             if start > boundaries[-1]:
                 boundaries.append(start)  # the padding of the row before, a document of its own
             tokens[start : start + n] = text[taken : taken + n]
             targets[start : start + n - 1] = text[taken + 1 : taken + n]
-            targets[start + n - 1] = layout.last_targets[row]
+            targets[start + n - 1] = last_targets[row]
             taken += n
             boundaries.append(start + n)
         end = boundaries[-1]
@@ -128,7 +135,7 @@ class TrainStream:
 
     Args:
         seed: decides the order of every epoch.
-        eot_id: the id that padding carries.
+        eot_id: the id that begins and ends every document, and fills padding.
         state: as yielded with the last step that was taken, or None to start.
 
     Raises:
@@ -185,7 +192,7 @@ class TrainStream:
         """Plans one step without building it: the layouts of all ranks."""
         bins = self.plan.take(self.micro_batches * self.world_size)
         self.step += 1
-        return [_Layout(bin_, self.pieces, self.dataset) for bin_ in bins]
+        return [_Layout(bin_, self.pieces) for bin_ in bins]
 
     def state(self) -> State:
         return {"step": self.step, "run": dict(self._layout_of_run), "plan": self.plan.state()}
@@ -212,7 +219,7 @@ def validation_steps(
     bins = finite_bins(pieces, batch)
     builder = _Builder(dataset, batch, eot_id)
     for first in range(0, len(bins), world_size):
-        layouts = [_Layout(bin_, pieces, dataset) for bin_ in bins[first : first + world_size]]
+        layouts = [_Layout(bin_, pieces) for bin_ in bins[first : first + world_size]]
         yield StepBatch(
             [builder.build(layouts[rank] if rank < len(layouts) else None)],
             n_targets=sum(layout.n_tokens for layout in layouts),

@@ -18,19 +18,26 @@ MAX_HEADDIM = 256
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-def require(ok: bool, argument: str, rule: str, value: object) -> None:
-    if not ok:
-        raise ValueError(f"fa2: {argument} must be {rule}, got {value}")
+def refused(argument: str, rule: str, value: object) -> ValueError:
+    """The error to raise.
+
+    Built only when something is wrong: the text costs time, and to format a symbolic size fixes it under torch.compile.
+    """
+    return ValueError(f"fa2: {argument} must be {rule}, got {value}")
 
 
 def options(
     *, dropout_p: float = 0.0, softcap: float = 0.0, alibi_slopes: Tensor | None = None, block_table: Any = None
 ) -> None:
     """Options of flash_attn that no kernel here has: refused, never ignored."""
-    require(dropout_p == 0.0, "dropout_p", "0.0 (attention dropout is not supported)", dropout_p)
-    require(softcap == 0.0, "softcap", "0.0 (soft-capped scores are not supported)", softcap)
-    require(alibi_slopes is None, "alibi_slopes", "None (ALiBi is not supported)", type(alibi_slopes).__name__)
-    require(block_table is None, "block_table", "None (a paged KV cache is not supported)", type(block_table).__name__)
+    if dropout_p != 0.0:
+        raise refused("dropout_p", "0.0 (attention dropout is not supported)", dropout_p)
+    if softcap != 0.0:
+        raise refused("softcap", "0.0 (soft-capped scores are not supported)", softcap)
+    if alibi_slopes is not None:
+        raise refused("alibi_slopes", "None (ALiBi is not supported)", type(alibi_slopes).__name__)
+    if block_table is not None:
+        raise refused("block_table", "None (a paged KV cache is not supported)", type(block_table).__name__)
 
 
 def window(window_size: Any, causal: bool, max_seqlen_k: int) -> tuple[int, int]:
@@ -41,67 +48,83 @@ def window(window_size: Any, causal: bool, max_seqlen_k: int) -> tuple[int, int]
     try:
         left, right = (operator.index(bound) for bound in window_size)
     except (TypeError, ValueError):
-        raise ValueError(f"fa2: window_size must be two integers (left, right), got {window_size!r}") from None
-    require(left >= -1 and right >= -1, "window_size", "at least -1 on both sides (-1: unbounded)", (left, right))
-    if left >= max_seqlen_k:
+        raise refused("window_size", "two integers (left, right)", window_size) from None
+    if left < -1 or right < -1:
+        raise refused("window_size", "at least -1 on both sides (-1: unbounded)", (left, right))
+    if left >= 0 and left >= max_seqlen_k:
         left = -1
-    if right >= max_seqlen_k:
+    if right >= 0 and right >= max_seqlen_k:
         right = -1
     return left, 0 if causal else right
 
 
-def _tensors(q: Tensor, k: Tensor, v: Tensor, dims: int, layout: str) -> None:
+def tensors(q: Any, k: Any, v: Any) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
-        require(isinstance(x, Tensor), name, "a tensor", type(x).__name__)
-        require(x.dim() == dims, name, f"of shape {layout}", tuple(x.shape))
-        require(x.dtype in FLOATING, name, "float16, bfloat16, float32 or float64", x.dtype)
-    for name, x in (("k", k), ("v", v)):
-        require(x.dtype == q.dtype, name, f"of q's dtype {q.dtype}", x.dtype)
-        require(x.device == q.device, name, f"on q's device {q.device}", x.device)
-    require(v.shape == k.shape, "v", f"of k's shape {tuple(k.shape)}", tuple(v.shape))
-    require(k.shape[-1] == q.shape[-1], "k", f"of q's headdim {q.shape[-1]}", k.shape[-1])
-    require(q.shape[-1] > 0, "q", "of a headdim of at least 1", q.shape[-1])
+        if not isinstance(x, Tensor):
+            raise refused(name, "a tensor", type(x).__name__)
+
+
+def _qkv(q: Tensor, k: Tensor, v: Tensor, dims: int, layout: str) -> None:
+    tensors(q, k, v)
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dim() != dims:
+            raise refused(name, f"of shape {layout}", tuple(x.shape))
+        if x.dtype not in FLOATING:
+            raise refused(name, "float16, bfloat16, float32 or float64", x.dtype)
+        if x.dtype != q.dtype:
+            raise refused(name, f"of q's dtype {q.dtype}", x.dtype)
+        if x.device != q.device:
+            raise refused(name, f"on q's device {q.device}", x.device)
+    if v.shape != k.shape:
+        raise refused("v", f"of k's shape {tuple(k.shape)}", tuple(v.shape))
+    if k.shape[-1] != q.shape[-1]:
+        raise refused("k", f"of q's headdim {q.shape[-1]}", k.shape[-1])
+    if q.shape[-1] == 0:
+        raise refused("q", "of a headdim of at least 1", q.shape[-1])
     nheads_q, nheads_kv = q.shape[-2], k.shape[-2]
-    require(
-        nheads_kv > 0 and nheads_q > 0 and nheads_q % nheads_kv == 0,
-        "nheads_q",
-        f"a positive multiple of nheads_kv ({nheads_kv})",
-        nheads_q,
-    )
+    if nheads_kv == 0 or nheads_q == 0 or nheads_q % nheads_kv:
+        raise refused("nheads_q", f"a positive multiple of nheads_kv ({nheads_kv})", nheads_q)
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor) -> None:
-    _tensors(q, k, v, 4, "(batch, seqlen, nheads, headdim)")
-    require(k.shape[0] == q.shape[0], "k", f"of q's batch {q.shape[0]}", k.shape[0])
+    _qkv(q, k, v, 4, "(batch, seqlen, nheads, headdim)")
+    if k.shape[0] != q.shape[0]:
+        raise refused("k", f"of q's batch {q.shape[0]}", k.shape[0])
 
 
 def varlen(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int
 ) -> None:
-    _tensors(q, k, v, 3, "(total_tokens, nheads, headdim)")
+    _qkv(q, k, v, 3, "(total_tokens, nheads, headdim)")
     for name, cu in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
-        require(isinstance(cu, Tensor), name, "a tensor", type(cu).__name__)
-        require(cu.dtype == torch.int32, name, "int32", cu.dtype)
-        require(cu.device == q.device, name, f"on q's device {q.device}", cu.device)
-        require(cu.dim() == 1 and cu.shape[0] >= 1, name, "of shape (batch + 1,)", tuple(cu.shape))
-        require(cu.shape[0] == 1 or cu.stride(0) == 1, name, "contiguous", f"stride {cu.stride()}")
-    require(
-        cu_seqlens_k.shape == cu_seqlens_q.shape,
-        "cu_seqlens_k",
-        f"of cu_seqlens_q's shape {tuple(cu_seqlens_q.shape)}",
-        tuple(cu_seqlens_k.shape),
-    )
+        if not isinstance(cu, Tensor):
+            raise refused(name, "a tensor", type(cu).__name__)
+        if cu.dtype != torch.int32:
+            raise refused(name, "int32", cu.dtype)
+        if cu.device != q.device:
+            raise refused(name, f"on q's device {q.device}", cu.device)
+        if cu.dim() != 1 or cu.shape[0] == 0:
+            raise refused(name, "of shape (batch + 1,)", tuple(cu.shape))
+        if cu.shape[0] > 1 and cu.stride(0) != 1:
+            raise refused(name, "contiguous", f"stride {cu.stride()}")
+    if cu_seqlens_k.shape != cu_seqlens_q.shape:
+        rule = f"of cu_seqlens_q's shape {tuple(cu_seqlens_q.shape)}"
+        raise refused("cu_seqlens_k", rule, tuple(cu_seqlens_k.shape))
     for name, longest in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
-        require(longest >= 0, name, "at least 0", longest)
+        if longest < 0:
+            raise refused(name, "at least 0", longest)
 
 
 def offsets(name: str, cu_seqlens: Tensor, total: int) -> list[int]:
     """The values of cu_seqlens, checked. Synchronises when they are on a GPU."""
     values: list[int] = cu_seqlens.tolist()
-    require(values[0] == 0, f"{name}[0]", "0", values[0])
+    if values[0] != 0:
+        raise refused(f"{name}[0]", "0", values[0])
     for i in range(1, len(values)):
-        require(values[i - 1] <= values[i], name, "non-decreasing", f"{values[i - 1]} before {values[i]} at index {i}")
-    require(values[-1] <= total, f"{name}[-1]", f"at most the number of tokens ({total})", values[-1])
+        if values[i - 1] > values[i]:
+            raise refused(name, "non-decreasing", f"{values[i - 1]} before {values[i]} at index {i}")
+    if values[-1] > total:
+        raise refused(f"{name}[-1]", f"at most the number of tokens ({total})", values[-1])
     return values
 
 
@@ -113,4 +136,5 @@ def values_wanted() -> bool:
 def varlen_values(name: str, cu_seqlens: Tensor, total: int, max_name: str, max_seqlen: int) -> None:
     values = offsets(name, cu_seqlens, total)
     longest = max((b - a for a, b in itertools.pairwise(values)), default=0)
-    require(max_seqlen >= longest, max_name, f"at least the longest sequence ({longest})", max_seqlen)
+    if max_seqlen < longest:
+        raise refused(max_name, f"at least the longest sequence ({longest})", max_seqlen)

@@ -187,8 +187,14 @@ def why_unavailable(device: str, dtype: torch.dtype, headdim: int) -> str | None
 
 @torch.compiler.assume_constant_result
 def kernel_problem(device: str, dtype: torch.dtype, headdim: int) -> str | None:
-    """As why_unavailable, and the extension is loaded afterwards when the answer is None."""
+    """As why_unavailable, and the extension is loaded afterwards when the answer is None, which is remembered."""
+    if (device, dtype, headdim) in _served:
+        return None
     problem = why_unavailable(device, dtype, headdim)
     if problem is None:
         load(_cuda_index(torch.device(device)))
+        _served.add((device, dtype, headdim))
     return problem
+
+
+_served: set[tuple[str, torch.dtype, int]] = set()

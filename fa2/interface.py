@@ -13,26 +13,25 @@ from torch import Tensor
 from fa2 import checks, extension, ops
 
 
-def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
     """Under autocast, cast as a matmul would: everything but float64 to the region's dtype."""
-    device_type = tensors[0].device.type
+    checks.tensors(q, k, v)
+    device_type = q.device.type
     if not torch.is_autocast_enabled(device_type):
-        return tensors
+        return q, k, v
     dtype = torch.get_autocast_dtype(device_type)
-    return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in tensors)
+    return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
 
 
 def _need_kernel(q: Tensor) -> None:
     """On CUDA: a dtype that kernels have, and a kernel for it on this GPU. On a CPU everything works."""
     if q.device.type == "cpu":
         return
-    checks.require(
-        q.dtype in (torch.float16, torch.bfloat16),
-        "q",
-        "float16 or bfloat16 on a GPU (float32 inputs are cast under torch.autocast)",
-        q.dtype,
-    )
-    checks.require(q.shape[-1] <= checks.MAX_HEADDIM, "headdim", f"at most {checks.MAX_HEADDIM}", q.shape[-1])
+    if q.dtype not in (torch.float16, torch.bfloat16):
+        rule = "float16 or bfloat16 on a GPU (float32 inputs are cast under torch.autocast)"
+        raise checks.refused("q", rule, q.dtype)
+    if q.shape[-1] > checks.MAX_HEADDIM:
+        raise checks.refused("headdim", f"at most {checks.MAX_HEADDIM}", q.shape[-1])
     problem = extension.kernel_problem(str(q.device), q.dtype, q.shape[-1])
     if problem is not None:
         raise RuntimeError(f"fa2: {problem}")
@@ -176,9 +175,10 @@ def flash_attn_varlen_func(
 
 
 def _unpack(name: str, packed: Tensor, parts: int, dims: int, layout: str) -> tuple[Tensor, ...]:
-    checks.require(isinstance(packed, Tensor), name, "a tensor", type(packed).__name__)
-    ok = packed.dim() == dims and packed.shape[-3] == parts
-    checks.require(ok, name, f"of shape {layout}", tuple(packed.shape))
+    if not isinstance(packed, Tensor):
+        raise checks.refused(name, "a tensor", type(packed).__name__)
+    if packed.dim() != dims or packed.shape[-3] != parts:
+        raise checks.refused(name, f"of shape {layout}", tuple(packed.shape))
     return packed.unbind(dim=-3)
 
 

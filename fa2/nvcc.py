@@ -197,13 +197,15 @@ def _escape(value: object) -> str:
     return re.sub(r"([$ :])", r"$\1", str(value))
 
 
-def ninja_file(tools: Toolchain, units: Sequence[Unit]) -> str:
+def ninja_file(tools: Toolchain, units: Sequence[Unit], architectures: Sequence[str]) -> str:
     """The build as ninja's rules.
 
     Each unit's output goes into a log beside its object, so that registers and spills can be read again when the object
     is up to date.
     """
     quote = "'{}'".format
+    # Named again, because the linker's own (empty) device code would be for nvcc's default architecture.
+    link = (*LINK_FLAGS, *(ARCHITECTURES[a][1] for a in architectures))
     lines = [
         "ninja_required_version = 1.5",
         f"nvcc = {str(tools.nvcc).replace('$', '$$')}",
@@ -213,7 +215,7 @@ def ninja_file(tools: Toolchain, units: Sequence[Unit]) -> str:
         "  deps = gcc",
         "  description = $in",
         "rule link",
-        f'  command = "$nvcc" $in -o $out -L{quote(tools.torch / "lib")} {" ".join(LINK_FLAGS)}',
+        f'  command = "$nvcc" $in -o $out -L{quote(tools.torch / "lib")} {" ".join(link)}',
         "  description = $out",
     ]
     for unit in units:
@@ -316,7 +318,7 @@ def compile_extension(
     with tempfile.TemporaryDirectory(prefix="fa2-build-") as scratch:
         folder = work or Path(scratch)
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "build.ninja").write_text(ninja_file(tools, units))
+        (folder / "build.ninja").write_text(ninja_file(tools, units, architectures))
         command = [str(tools.ninja), "-C", str(folder), *([f"-j{jobs}"] if jobs else [])]
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
         if done.returncode:

@@ -31,9 +31,9 @@ def unpad_input(
         ValueError: a mask is not of shape (batch, seqlen).
     """
     for name, mask in (("attention_mask", attention_mask), ("unused_mask", unused_mask)):
-        if mask is not None:
+        if mask is not None and mask.shape != hidden_states.shape[:2]:
             rule = f"of shape (batch, seqlen) = {tuple(hidden_states.shape[:2])}"
-            checks.require(mask.shape == hidden_states.shape[:2], name, rule, tuple(mask.shape))
+            raise checks.refused(name, rule, tuple(mask.shape))
     valid = attention_mask.bool()
     placed = valid if unused_mask is None else valid | unused_mask.bool()
     lengths = placed.sum(dim=-1, dtype=torch.int32)
@@ -58,10 +58,18 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -
     Raises:
         ValueError: indices is not of shape (total,).
     """
-    rule = f"of shape (total,) = ({hidden_states.shape[0]},)"
-    checks.require(indices.shape == hidden_states.shape[:1], "indices", rule, tuple(indices.shape))
+    if indices.shape != hidden_states.shape[:1]:
+        rule = f"of shape (total,) = ({hidden_states.shape[0]},)"
+        raise checks.refused("indices", rule, tuple(indices.shape))
     padded = hidden_states.new_zeros(batch * seqlen, *hidden_states.shape[1:])
     return padded.index_copy(0, indices, hidden_states).unflatten(0, (batch, seqlen))
+
+
+def _require_ids(name: str, ids: Tensor) -> None:
+    if ids.dim() != 1:
+        raise checks.refused(name, "of shape (T,)", tuple(ids.shape))
+    if ids.is_floating_point():
+        raise checks.refused(name, "integers", ids.dtype)
 
 
 def _from_starts(starts: Tensor, total: Tensor, max_docs: int | None) -> Tensor:
@@ -72,9 +80,9 @@ def _from_starts(starts: Tensor, total: Tensor, max_docs: int | None) -> Tensor:
         return torch.cat((at, total[None])).to(torch.int32)
     n_docs = starts.sum()
     if device.type == "cpu" or checks.values_wanted():
-        checks.require(
-            int(n_docs) <= max_docs, "max_docs", f"at least the number of documents ({int(n_docs)})", max_docs
-        )
+        n = int(n_docs)
+        if n > max_docs:
+            raise checks.refused("max_docs", f"at least the number of documents ({n})", max_docs)
     # The last slot catches the tokens that start no document; it is overwritten by the total.
     cu_seqlens = total.to(torch.int32).repeat(max_docs + 1)
     slot = torch.where(starts, starts.cumsum(0) - 1, max_docs).clamp(max=max_docs)
@@ -100,8 +108,7 @@ def cu_seqlens_from_document_ids(document_ids: Tensor, max_docs: int | None = No
             is checked only with FA2_CHECK=1).
     """
     ids = document_ids
-    checks.require(ids.dim() == 1, "document_ids", "of shape (T,)", tuple(ids.shape))
-    checks.require(not ids.is_floating_point(), "document_ids", "integers", ids.dtype)
+    _require_ids("document_ids", ids)
     starts = torch.ones_like(ids, dtype=torch.bool)
     starts[1:] = ids[1:] != ids[:-1]
     valid = ids >= 0
@@ -124,8 +131,7 @@ def cu_seqlens_from_eos(tokens: Tensor, eos_id: int, max_docs: int | None = None
         ValueError: tokens is not one-dimensional or not of integers; more than max_docs documents (on a GPU this
             is checked only with FA2_CHECK=1).
     """
-    checks.require(tokens.dim() == 1, "tokens", "of shape (T,)", tuple(tokens.shape))
-    checks.require(not tokens.is_floating_point(), "tokens", "integers", tokens.dtype)
+    _require_ids("tokens", tokens)
     starts = torch.ones_like(tokens, dtype=torch.bool)
     starts[1:] = tokens[:-1] == eos_id
     total = torch.full((), tokens.shape[0], dtype=torch.int64, device=tokens.device)

@@ -61,8 +61,11 @@ def _grouped(x_MHD: Tensor, nheads_kv: int) -> Tensor:
     return x_MHD.view(M, nheads_kv, H // nheads_kv, D).permute(1, 2, 0, 3)
 
 
-def _row_blocks(M: int, N: int, H: int) -> Iterator[range]:
+def _row_blocks(M: int, N: int, H: int, left: int, right: int) -> Iterator[range]:
     step = max(1, _MAX_BLOCK_SCORES // max(1, N * H))
+    if left >= 0 and right >= 0:
+        # A block sees `step + left + right` keys: blocks as tall as the band waste at most half of them.
+        step = min(step, max(128, left + right + 1))
     return (range(i, min(i + step, M)) for i in range(0, M, step))
 
 
@@ -77,7 +80,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, left: int, right: int)
     lse = q.new_full((Hq, M), -torch.inf)
     q_HGMD, out_HGMD, lse_HGM = _grouped(q, Hkv), _grouped(out, Hkv), lse.view(Hkv, Hq // Hkv, M)
     k_HND, v_HND = k.transpose(0, 1), v.transpose(0, 1)
-    for rows in _row_blocks(M, N, Hq):
+    for rows in _row_blocks(M, N, Hq, left, right):
         start, stop = key_range(rows[0], rows[-1], M, N, (left, right))
         if stop <= start:
             continue
@@ -111,7 +114,7 @@ def attend_backward(
     lse_HGM = lse.view(Hkv, Hq // Hkv, M)
     k_HND, v_HND = k.transpose(0, 1), v.transpose(0, 1)
     dk_HND, dv_HND = dk.transpose(0, 1), dv.transpose(0, 1)
-    for rows in _row_blocks(M, N, Hq):
+    for rows in _row_blocks(M, N, Hq, left, right):
         start, stop = key_range(rows[0], rows[-1], M, N, (left, right))
         if stop <= start:
             continue

@@ -38,18 +38,26 @@ def linear_cross_entropy(
         () fp32; float64 when hidden is.
     """
     vocab_size = weight.shape[0] if vocab_size is None else vocab_size
-    return _LinearCrossEntropy.apply(hidden, weight, targets, chunk_tokens, vocab_size)
+    # asked here: inside a Function's forward, needs_input_grad is true for parameters even under no_grad
+    needed = tuple(torch.is_grad_enabled() and t.requires_grad for t in (hidden, weight))
+    return _LinearCrossEntropy.apply(hidden, weight, targets, chunk_tokens, vocab_size, needed)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, chunk_tokens: int, vocab_size: int
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        chunk_tokens: int,
+        vocab_size: int,
+        needed: tuple[bool, bool],
     ) -> Tensor:
         device_type = hidden.device.type
         compute = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else hidden.dtype
         exact = torch.promote_types(hidden.dtype, torch.float32)
-        need_dhidden, need_dweight = ctx.needs_input_grad[:2]
+        need_dhidden, need_dweight = needed
         loss = torch.zeros((), dtype=exact, device=hidden.device)
         dhidden = torch.empty_like(hidden) if need_dhidden else None
         dweight = torch.zeros(weight.shape, dtype=exact, device=weight.device) if need_dweight else None
@@ -83,9 +91,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return (
             None if dhidden is None else (dhidden * grad).to(dhidden.dtype),
             None if dweight is None else (dweight * grad).to(ctx.weight_dtype),
-            None,
-            None,
-            None,
+            *(None,) * 4,
         )
 
 

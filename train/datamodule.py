@@ -56,10 +56,17 @@ class PackedDataModule(LightningDataModule):
         self.pin = pin
         self.overfit_one_batch = overfit_one_batch
         self.consumed_state: dict[str, Any] | None = None  # after the last step that was trained on
+        self._prefetcher: Prefetcher | None = None
 
     def train_dataloader(self) -> Iterator[StreamItem]:
-        items = self._items()
-        return Prefetcher(items, _PREFETCHED_STEPS) if self.pin else items
+        if not self.pin:
+            return self._items()
+        self._prefetcher = Prefetcher(self._items(), _PREFETCHED_STEPS)
+        return self._prefetcher
+
+    def teardown(self, stage: str) -> None:
+        if self._prefetcher is not None:
+            self._prefetcher.close()
 
     def _items(self) -> Iterator[StreamItem]:
         from data.stream import TrainStream

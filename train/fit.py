@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from model.config import GPTConfig
 
 _PACKING_STEPS = 50  # steps that packing.json describes
+_UNIGRAM_TOKENS = 500_000_000  # a training split beyond this is not counted through for a unigram model at start-up
 
 
 @dataclass(frozen=True)
@@ -157,7 +158,10 @@ def _train(
     callbacks, signals = _callbacks(config, run_dir, prepared, module, precision, identity, baselines, tell)
     trainer.callbacks.extend(callbacks)  # type: ignore[attr-defined]
 
-    summary = {"n_params": model.n_params, **{f"{name}_bits_per_byte": value for name, value in baselines.items()}}
+    summary = {
+        "n_params": model.n_params,
+        **{f"{name.split()[0]}_bits_per_byte": value for name, value in baselines.items()},
+    }
     try:
         trainer.fit(module, datamodule=data, ckpt_path=start_path, weights_only=True)
     except SIGTERMException:
@@ -231,10 +235,10 @@ def _baselines(prepared: Prepared) -> dict[str, float]:
         return {}
     from data.stats import gzip_bits_per_byte, unigram_bits_per_byte
 
-    return {
-        "unigram": unigram_bits_per_byte(prepared.train, prepared.validation),
-        "gzip": gzip_bits_per_byte(prepared.validation_texts()),
-    }
+    baselines = {"gzip -9": gzip_bits_per_byte(prepared.validation_texts())}
+    if prepared.train.n_tokens <= _UNIGRAM_TOKENS:
+        baselines = {"unigram": unigram_bits_per_byte(prepared.train, prepared.validation), **baselines}
+    return baselines
 
 
 def _describe_run(config: RunConfig, prepared: Prepared, run_dir: Path, surroundings: dict[str, Any]) -> None:

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from train.checkpoint import checkpoint_step, differences, list_checkpoints, newest_readable, plain, read_checkpoint
 from train.metrics import cut_back
 from train.schema import RunConfig
@@ -161,10 +163,8 @@ def open_directory(start: Start, config: RunConfig, say: Callable[[str], None]) 
                 path.unlink()
                 say(f"resume: {path.name} is newer than the step resumed from, removed")
     (run_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
-    from omegaconf import OmegaConf
-
-    text = "# The resolved configuration of this run.\n" + OmegaConf.to_yaml(OmegaConf.create(plain(config)))
-    (run_dir / "config.yaml").write_text(text, encoding="utf-8")
+    text = yaml.safe_dump(plain(config), sort_keys=False, allow_unicode=True)
+    (run_dir / "config.yaml").write_text(f"# The resolved configuration of this run.\n{text}", encoding="utf-8")
 
 
 def check_writable(run_dir: Path) -> None:

@@ -32,7 +32,7 @@ inline cudaError_t compute_capability(int device, int* sm) {
 inline std::string describe(cudaError_t error, int sm) {
   if (error == cudaErrorInsufficientDriver || error == cudaErrorSystemDriverMismatch) {
     int driver = 0;
-    if (cudaDriverGetVersion(&driver) != cudaSuccess) driver = 0;
+    if (cudaDriverGetVersion(&driver) != cudaSuccess || driver == 0) return "no NVIDIA driver is loaded";
     const auto version = [](int v) { return std::to_string(v / 1000) + "." + std::to_string(v % 1000 / 10); };
     return "the NVIDIA driver must support CUDA " + version(CUDART_VERSION) +
            ", which the extension was built with, got a driver for CUDA " + version(driver);

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from model.attention import reference_attention
 from model.config import GPTConfig, Mlp
 from model.flops import (
     device_peak_tflops,
@@ -62,6 +63,18 @@ def test_exact_flops_against_the_counter(config: GPTConfig) -> None:
     # of len² pairs the causal mask needs len (len + 1) / 2
     pairs = sum(n * (n + 1) // 2 for n in LENGTHS)
     assert exact_flops(config, tokens, sum_len_sq) == linear + full_attention * pairs // sum_len_sq
+
+
+def test_the_counter_knows_fa2s_operator() -> None:
+    """Forward alone: the operators' backward is counted by torch's convention, which recomputes the scores."""
+    config = replace(CONFIG, d_model=64)  # fa2 pads a headdim up to a multiple of 8: here 16
+    model = GPT(config, reference_attention)
+    tokens = torch.zeros(sum(LENGTHS), dtype=torch.int64)
+    cu_seqlens = torch.tensor([0, *itertools.accumulate(LENGTHS)], dtype=torch.int32)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model.loss(tokens, tokens, torch.zeros_like(tokens), cu_seqlens, 64)
+    attention = 4 * config.n_layer * config.d_model * sum(n * n for n in LENGTHS)
+    assert counter.get_total_flops() == 2 * model.matmul_params * len(tokens) + attention
 
 
 @pytest.mark.parametrize("config", SHAPES)

@@ -128,16 +128,15 @@ class Throughput(Callback):
 
     def _warn_above_one(self) -> None:
         # gemm_util's rate is measured, so noise can carry it a little past 1; a datasheet peak cannot be passed.
-        above = [key for key in ("mfu", "mfu_exact") if self.row.get(key, 0.0) > 1.0]
-        if self.row.get("gemm_util", 0.0) > 1.1:
-            above.append("gemm_util")
-        if above and not self._warned:
+        suspects = {
+            "mfu": (1.0, "more than the device can do: trainer.peak_tflops or the FLOP count is wrong"),
+            "mfu_exact": (1.0, "more than the device can do: trainer.peak_tflops or the FLOP count is wrong"),
+            "gemm_util": (1.1, "more than the matrix products at start-up: other work disturbed their measurement"),
+        }
+        above = next((key for key, (limit, _) in suspects.items() if self.row.get(key, 0.0) > limit), None)
+        if above is not None and not self._warned:
             self._warned = True
-            shares = ", ".join(f"{key} {self.row[key]:.0%}" for key in above)
-            self.say(
-                f"WARNING: {shares}: more than 100% is impossible. trainer.peak_tflops, the clocks or the FLOP count "
-                "are wrong; do not quote these figures."
-            )
+            self.say(f"WARNING: {above} is {self.row[above]:.0%}, {suspects[above][1]}. Do not quote this run's speed.")
 
     @contextmanager
     def paused(self) -> Iterator[None]:
