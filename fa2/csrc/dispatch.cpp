@@ -60,28 +60,30 @@ Kernel bwd_row() {
           sm80::bwd_function<kDType, kHeadDim, kSmall>()};
 }
 
-#define FA2_SM80_ROWS(row)                                                                                 \
-  row<DType::kFloat16, 64, false>(), row<DType::kFloat16, 64, true>(), row<DType::kFloat16, 96, false>(),  \
-      row<DType::kFloat16, 96, true>(), row<DType::kFloat16, 128, false>(),                                \
-      row<DType::kFloat16, 128, true>(), row<DType::kFloat16, 192, false>(),                               \
-      row<DType::kFloat16, 192, true>(), row<DType::kFloat16, 256, false>(),                               \
-      row<DType::kFloat16, 256, true>(), row<DType::kBFloat16, 64, false>(),                               \
-      row<DType::kBFloat16, 64, true>(), row<DType::kBFloat16, 96, false>(),                               \
-      row<DType::kBFloat16, 96, true>(), row<DType::kBFloat16, 128, false>(),                              \
-      row<DType::kBFloat16, 128, true>(), row<DType::kBFloat16, 192, false>(),                             \
-      row<DType::kBFloat16, 192, true>(), row<DType::kBFloat16, 256, false>(),                             \
-      row<DType::kBFloat16, 256, true>(),
+// Every headdim with both sizes of tiles.
+template <DType kDType, int... kHeadDims>
+void append_attention(std::vector<Kernel>& kernels) {
+  for (const Kernel& row : {fwd_row<kDType, kHeadDims, false>()..., fwd_row<kDType, kHeadDims, true>()...,
+                            bwd_row<kDType, kHeadDims, false>()..., bwd_row<kDType, kHeadDims, true>()...})
+    kernels.push_back(row);
+}
 #endif
 
-const std::vector<Kernel>& table() {
-  static const std::vector<Kernel> kernels = {
+std::vector<Kernel> make_table() {
+  std::vector<Kernel> kernels;
 #ifdef FA2_SM80
-      FA2_SM80_ROWS(fwd_row) FA2_SM80_ROWS(bwd_row)
-      delta_row<DType::kFloat16, 64>(),   delta_row<DType::kFloat16, 128>(),
-      delta_row<DType::kFloat16, 256>(),  delta_row<DType::kBFloat16, 64>(),
-      delta_row<DType::kBFloat16, 128>(), delta_row<DType::kBFloat16, 256>(),
+  append_attention<DType::kFloat16, 64, 96, 128, 192, 256>(kernels);
+  append_attention<DType::kBFloat16, 64, 96, 128, 192, 256>(kernels);
+  for (const Kernel& row : {delta_row<DType::kFloat16, 64>(), delta_row<DType::kFloat16, 128>(),
+                            delta_row<DType::kFloat16, 256>(), delta_row<DType::kBFloat16, 64>(),
+                            delta_row<DType::kBFloat16, 128>(), delta_row<DType::kBFloat16, 256>()})
+    kernels.push_back(row);
 #endif
-  };
+  return kernels;
+}
+
+const std::vector<Kernel>& table() {
+  static const std::vector<Kernel> kernels = make_table();
   return kernels;
 }
 
