@@ -390,7 +390,6 @@ def test_a_cpu_has_no_cuda_kernels():
     [
         (torch.float32, 64, "need float16 or bfloat16, got torch.float32"),
         (torch.float16, 264, "need a headdim of at most 256, got 264"),
-        (torch.float16, 64, "no kernel for fwd and bwd on CUDA; have delta"),
     ],
 )
 def test_why_unavailable_says_what_is_missing(dtype, headdim, reason):
