@@ -59,12 +59,16 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
   const int dq_row = warp / Config::kWarpColumnsDq * Config::kRowTilesDq * 16;
   const int dq_column = warp % Config::kWarpColumnsDq * 16;
 
-  Operand<Role::kA, kHeadDim, false> const s_q(sQ, s_row, 0), s_do(sDo, s_row, 0);
-  Operand<Role::kB, kHeadDim, false> const s_k(sK, s_column, 0), s_v(sV, s_column, 0);
-  Operand<Role::kA, kBlockN, true> const dkv_p(sP, 0, dkv_row), dkv_ds(sDs, 0, dkv_row);
-  Operand<Role::kB, kHeadDim, true> const dkv_do(sDo, 0, dkv_column), dkv_q(sQ, 0, dkv_column);
-  Operand<Role::kA, kBlockN, false> const dq_ds(sDs, dq_row, 0);
-  Operand<Role::kB, kHeadDim, true> const dq_k(sK, 0, dq_column);
+  const Operand<Role::kA, kHeadDim, false> s_q(sQ, s_row, 0);
+  const Operand<Role::kB, kHeadDim, false> s_k(sK, s_column, 0);
+  const Operand<Role::kA, kBlockN, true> dkv_p(sP, 0, dkv_row);
+  const Operand<Role::kB, kHeadDim, true> dkv_q(sQ, 0, dkv_column);
+  const Operand<Role::kA, kBlockN, false> dq_ds(sDs, dq_row, 0);
+  const Operand<Role::kB, kHeadDim, true> dq_k(sK, 0, dq_column);
+  const auto s_do = s_q.shifted(Config::kDo - Config::kQ);
+  const auto s_v = s_k.shifted(Config::kV - Config::kK);
+  const auto dkv_ds = dkv_p.shifted(Config::kDs - Config::kP);
+  const auto dkv_do = dkv_q.shifted(Config::kDo - Config::kQ);
 
   float acc_dk[Config::kRowTilesDkv][Config::kColumnTilesDkv][4];
   float acc_dv[Config::kRowTilesDkv][Config::kColumnTilesDkv][4];
@@ -72,36 +76,42 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
   clear(acc_dv);
   const float scale_log2 = p.softmax_scale * 1.4426950408889634f;
 
-  const auto load_queries = [&](int head, int m_block, int stage) {
-    const int64_t m_first = static_cast<int64_t>(m_block) * kBlockM;
-    const int rows = sequence.seqlen_q - m_block * kBlockM;
-    copy_q.load(sQ + stage * Config::kQ_bytes,
-                static_cast<const Element*>(p.q) + sequence.query_offset(p.q_strides, head) + m_first * p.q_strides.row,
-                p.q_strides.row, rows, chunks);
-    copy_q.load(sDo + stage * Config::kQ_bytes,
-                static_cast<const Element*>(p.dout) + sequence.query_offset(p.dout_strides, head) +
-                    m_first * p.dout_strides.row,
-                p.dout_strides.row, rows, chunks);
-    // Rows past the end: lse 0, delta 0, so P = 1, dS = 0, and dO = 0 keeps them out of dV.
-    for (int i = threadIdx.x; i < 2 * kBlockM; i += kThreads) {
-      const int row = i % kBlockM;
-      const float* source = (i < kBlockM ? p.lse_log2 : p.delta) + sequence.row_offset(p, head) + m_first + row;
-      const uint32_t target = (i < kBlockM ? sLse : sDelta) + stage * Config::kRow_bytes + row * 4;
-      ptx::cp_async_4(target, source, row < rows);
-    }
-    ptx::cp_async_commit();
-  };
+  // This thread's part of the next query block: pointers that walk down the sequence, and jump back at a new head.
+  const Element *source_q, *source_do;
+  const float* source_row;
+  static_assert(2 * kBlockM <= kThreads, "one thread for each lse and each delta");
+  const bool has_row = threadIdx.x < 2 * kBlockM;
+  const int row_of_thread = threadIdx.x % kBlockM;
+  const uint32_t row_target = (threadIdx.x < kBlockM ? sLse : sDelta) + row_of_thread * 4;
 
+  const auto point_at = [&](int head) {
+    const int64_t first = static_cast<int64_t>(blocks.first) * kBlockM;
+    const auto* gQ = static_cast<const Element*>(p.q) + sequence.query_offset(p.q_strides, head);
+    const auto* gDo = static_cast<const Element*>(p.dout) + sequence.query_offset(p.dout_strides, head);
+    source_q = copy_q.source(gQ + first * p.q_strides.row, p.q_strides.row);
+    source_do = copy_q.source(gDo + first * p.dout_strides.row, p.dout_strides.row);
+    source_row = (threadIdx.x < kBlockM ? p.lse_log2 : p.delta) + sequence.row_offset(p, head) + first + row_of_thread;
+  };
+  const auto load_queries = [&](int m_block, int stage) {
+    const int rows = sequence.seqlen_q - m_block * kBlockM;
+    copy_q.load(sQ + stage * Config::kQ_bytes, source_q, p.q_strides.row, rows, chunks);
+    copy_q.load(sDo + stage * Config::kQ_bytes, source_do, p.dout_strides.row, rows, chunks);
+    // Rows past the end: lse 0, delta 0, so P = 1, dS = 0, and dO = 0 keeps them out of dV.
+    if (has_row) ptx::cp_async_4(row_target + stage * Config::kRow_bytes, source_row, row_of_thread < rows);
+    ptx::cp_async_commit();
+    source_q += kBlockM * p.q_strides.row;
+    source_do += kBlockM * p.dout_strides.row;
+    source_row += kBlockM;
+  };
   int head = tile.bidh * group, m_block = blocks.first;
   int steps = group * max(0, blocks.last - blocks.first);
   if (steps > 0) {
-    copy_kv.load(sK,
-                 static_cast<const Element*>(p.k) + sequence.key_offset(p.k_strides, tile.bidh) + n_first * p.k_strides.row,
-                 p.k_strides.row, columns, chunks);
-    copy_kv.load(sV,
-                 static_cast<const Element*>(p.v) + sequence.key_offset(p.v_strides, tile.bidh) + n_first * p.v_strides.row,
-                 p.v_strides.row, columns, chunks);
-    load_queries(head, m_block, 0);
+    const auto* gK = static_cast<const Element*>(p.k) + sequence.key_offset(p.k_strides, tile.bidh);
+    const auto* gV = static_cast<const Element*>(p.v) + sequence.key_offset(p.v_strides, tile.bidh);
+    copy_kv.load(sK, copy_kv.source(gK + n_first * p.k_strides.row, p.k_strides.row), p.k_strides.row, columns, chunks);
+    copy_kv.load(sV, copy_kv.source(gV + n_first * p.v_strides.row, p.v_strides.row), p.v_strides.row, columns, chunks);
+    point_at(head);
+    load_queries(m_block, 0);
   }
 
   int stage = 0;
@@ -109,13 +119,17 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
     const uint32_t q_offset = stage * Config::kQ_bytes, row_offset = stage * Config::kRow_bytes;
     const bool wraps = m_block + 1 == blocks.last;
     const int next_head = wraps ? head + 1 : head, next_m_block = wraps ? blocks.first : m_block + 1;
+    const auto load_next = [&](int next_stage) {
+      if (wraps) point_at(next_head);
+      load_queries(next_m_block, next_stage);
+    };
 
     // Q, dO, lse and delta have arrived for every thread. Every warp has finished the last step: its Q and dO (the
     // next copies overwrite them) and its P and dS.
     ptx::cp_async_wait<0>();
     __syncthreads();
     if constexpr (kStages > 1) {
-      if (steps > 1) load_queries(next_head, next_m_block, stage ^ 1);
+      if (steps > 1) load_next(stage ^ 1);
     }
 
     {
@@ -154,7 +168,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
     gemm<Element, kBlockM / 16, Config::kWarpColumnsDkv>(acc_dk, dkv_ds, 0, dkv_q, q_offset);
     if constexpr (kStages == 1) {
       __syncthreads();  // every warp has finished with Q and dO
-      if (steps > 1) load_queries(next_head, next_m_block, 0);
+      if (steps > 1) load_next(0);
     }
 
     {
@@ -171,20 +185,22 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
         __syncthreads();
       }
       // A lane's four values of a row and 16 columns lie side by side: see bwd_convert.cuh for the order.
-      float* gDq = p.dq_accum + (sequence.row_offset(p, head) + static_cast<int64_t>(m_block) * kBlockM) * kHeadDim;
-      const int rows = sequence.seqlen_q - m_block * kBlockM;
+      const int row = m_block * kBlockM + dq_row + lane / 4;
+      float* gDq = p.dq_accum + (sequence.row_offset(p, head) + row) * kHeadDim + dq_column + lane % 4 * 4;
+      const auto add = [&](int r) {
 #pragma unroll
-      for (int r = 0; r < Config::kRowTilesDq * 2; ++r) {
-        const int row = dq_row + r * 8 + lane / 4;
-        if (row < rows) {
+        for (int j = 0; j < Config::kColumnTilesDq / 2; ++j)
+          ptx::red_add_4(gDq + r * 8 * kHeadDim + j * Config::kWarpColumnsDq * 16, acc_dq[r / 2][2 * j][r % 2 * 2],
+                         acc_dq[r / 2][2 * j][r % 2 * 2 + 1], acc_dq[r / 2][2 * j + 1][r % 2 * 2],
+                         acc_dq[r / 2][2 * j + 1][r % 2 * 2 + 1]);
+      };
+      if ((m_block + 1) * kBlockM <= sequence.seqlen_q) {
 #pragma unroll
-          for (int j = 0; j < Config::kColumnTilesDq / 2; ++j) {
-            const int column = dq_column + j * Config::kWarpColumnsDq * 16 + lane % 4 * 4;
-            ptx::red_add_4(gDq + row * kHeadDim + column,
-                           acc_dq[r / 2][2 * j][r % 2 * 2], acc_dq[r / 2][2 * j][r % 2 * 2 + 1],
-                           acc_dq[r / 2][2 * j + 1][r % 2 * 2], acc_dq[r / 2][2 * j + 1][r % 2 * 2 + 1]);
-          }
-        }
+        for (int r = 0; r < Config::kRowTilesDq * 2; ++r) add(r);
+      } else {  // the rows past the end are a neighbour's
+#pragma unroll
+        for (int r = 0; r < Config::kRowTilesDq * 2; ++r)
+          if (row + r * 8 < sequence.seqlen_q) add(r);
       }
       if (turn != nullptr) {
         __threadfence();  // this thread's additions come before the turn moves on

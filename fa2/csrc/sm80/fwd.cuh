@@ -58,16 +58,18 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
   OnlineSoftmax<kRowTiles> softmax(p.softmax_scale * 1.4426950408889634f);
 
   const auto load_k = [&](int n_block, int stage) {
-    copy_kv.load(sK + stage * kKV_bytes, gK + static_cast<int64_t>(n_block) * kBlockN * p.k_strides.row, p.k_strides.row,
+    const auto* tile_k = gK + static_cast<int64_t>(n_block) * kBlockN * p.k_strides.row;
+    copy_kv.load(sK + stage * kKV_bytes, copy_kv.source(tile_k, p.k_strides.row), p.k_strides.row,
                  sequence.seqlen_k - n_block * kBlockN, chunks);
   };
   const auto load_v = [&](int n_block, int stage) {
-    copy_kv.load(sV + stage * kKV_bytes, gV + static_cast<int64_t>(n_block) * kBlockN * p.v_strides.row, p.v_strides.row,
+    const auto* tile_v = gV + static_cast<int64_t>(n_block) * kBlockN * p.v_strides.row;
+    copy_kv.load(sV + stage * kKV_bytes, copy_kv.source(tile_v, p.v_strides.row), p.v_strides.row,
                  sequence.seqlen_k - n_block * kBlockN, chunks);
   };
 
   if (blocks.last > blocks.first) {
-    copy_q.load(sQ, gQ, p.q_strides.row, rows, chunks);
+    copy_q.load(sQ, copy_q.source(gQ, p.q_strides.row), p.q_strides.row, rows, chunks);
     load_k(blocks.last - 1, 0);
     if constexpr (kStages > 1) load_v(blocks.last - 1, 0);
     ptx::cp_async_commit();

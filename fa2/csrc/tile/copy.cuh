@@ -26,12 +26,17 @@ struct TileCopy {
   __device__ __forceinline__ TileCopy()
       : row(threadIdx.x / kThreadsPerRow), chunk(threadIdx.x % kThreadsPerRow), shared_offset(Tile::offset(row, chunk)) {}
 
-  // Starts copying; `global` is the tile's first row, rows and chunks say how much of the tile exists.
+  // This thread's first 16 bytes of the tile that starts at `tile`.
   template <class Element>
-  __device__ __forceinline__ void load(uint32_t tile_base, const Element* global, int64_t row_stride, int rows,
+  __device__ __forceinline__ const Element* source(const Element* tile, int64_t row_stride) const {
+    return tile + row * row_stride + chunk * 8;
+  }
+
+  // Starts copying; `source` is what source() gave, rows and chunks say how much of the tile exists.
+  template <class Element>
+  __device__ __forceinline__ void load(uint32_t tile_base, const Element* source, int64_t row_stride, int rows,
                                        int chunks) const {
     const uint32_t shared = tile_base + shared_offset;
-    const Element* source = global + row * row_stride + chunk * 8;
     if (rows >= kRows && chunks == Tile::kChunks) {
 #pragma unroll
       for (int pass = 0; pass < kPasses; ++pass) {

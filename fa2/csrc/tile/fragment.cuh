@@ -21,6 +21,7 @@ template <Role kRole, int kColumns, bool kTransposed>
 struct Operand {
   using Tile = Swizzle<kColumns>;
   uint32_t lane_address;
+  uint32_t constant = 0;
 
   // tile_base: shared address of the tile; (row, column): the warp's corner in it, multiples of 16.
   __device__ __forceinline__ Operand(uint32_t tile_base, int row, int column) {
@@ -32,13 +33,20 @@ struct Operand {
     lane_address = tile_base + Tile::offset(row + lane_row, column / 8 + lane_chunk);
   }
 
+  // The same corner of another tile, a compile-time constant of bytes further: the lane addresses are shared.
+  __device__ __forceinline__ Operand shifted(int bytes) const {
+    Operand other = *this;
+    other.constant = constant + bytes;
+    return other;
+  }
+
   // The 16x16 block at (outer, k) from the corner; compile-time constants after unrolling.
   __device__ __forceinline__ void load(uint32_t (&r)[4], int outer, int k, uint32_t stage_offset = 0) const {
     const uint32_t address = lane_address + stage_offset;
     if constexpr (kTransposed) {
-      ptx::ldmatrix_x4_trans(r, Tile::advance(address, k, outer / 8));
+      ptx::ldmatrix_x4_trans(r, Tile::advance(address, k, outer / 8) + constant);
     } else {
-      ptx::ldmatrix_x4(r, Tile::advance(address, outer, k / 8));
+      ptx::ldmatrix_x4(r, Tile::advance(address, outer, k / 8) + constant);
     }
   }
 };
