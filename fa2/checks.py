@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 MAX_HEADDIM = 256
+HOST_DEVICES = ("cpu", "meta")  # no CUDA kernel is needed, so every dtype and headdim will do
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 

@@ -17,7 +17,7 @@ def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
     """Under autocast, cast as a matmul would: everything but float64 to the region's dtype."""
     checks.tensors(q, k, v)
     device_type = q.device.type
-    if not torch.is_autocast_enabled(device_type):
+    if device_type == "meta" or not torch.is_autocast_enabled(device_type):
         return q, k, v
     dtype = torch.get_autocast_dtype(device_type)
     return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
@@ -25,14 +25,16 @@ def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
 
 def _need_kernel(q: Tensor) -> None:
     """On CUDA: a dtype that kernels have, and a kernel for it on this GPU. On a CPU everything works."""
-    if q.device.type == "cpu":
+    if q.device.type in checks.HOST_DEVICES:
         return
     if q.dtype not in (torch.float16, torch.bfloat16):
         rule = "float16 or bfloat16 on a GPU (float32 inputs are cast under torch.autocast)"
         raise checks.refused("q", rule, q.dtype)
     if q.shape[-1] > checks.MAX_HEADDIM:
         raise checks.refused("headdim", f"at most {checks.MAX_HEADDIM}", q.shape[-1])
-    problem = extension.kernel_problem(str(q.device), q.dtype, q.shape[-1])
+    # A constant, because the look-up happens while Dynamo traces, and under dynamic shapes q.shape[-1] is a symbol.
+    headdim = next(size for size in range(8, checks.MAX_HEADDIM + 1, 8) if q.shape[-1] <= size)
+    problem = extension.kernel_problem(str(q.device), q.dtype, headdim)
     if problem is not None:
         raise RuntimeError(f"fa2: {problem}")
 

@@ -20,6 +20,7 @@ import hydra
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -91,11 +92,7 @@ def build(command: Command, arguments: Sequence[str]) -> Any:
     Raises:
         ValueError: an unknown key (the nearest one is named), a wrong type, or a value that a config class refuses.
     """
-    overrides, literals = _split_literals(command, arguments)
-    config = compose(command, overrides)
-    for key, value in literals.items():
-        OmegaConf.update(config, key, [*map(_escape, value)] if isinstance(value, list) else _escape(value))
-    return to_object(config)
+    return to_object(compose(command, _quote_texts(command, arguments)))
 
 
 def compose(command: Command, overrides: Sequence[str]) -> DictConfig:
@@ -136,32 +133,28 @@ def group_options(group: str) -> list[str]:
     return sorted(path.stem for path in (CONF_DIR / group).glob("*.yaml"))
 
 
-def _split_literals(command: Command, arguments: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
-    """Takes out the texts and paths that Hydra's grammar would refuse or change.
+def _quote_texts(command: Command, arguments: Sequence[str]) -> list[str]:
+    """Quotes texts and paths that Hydra's grammar would refuse or change, so that they arrive as they were written.
 
-    A placeholder stays in their place until Hydra is done, so that keys are checked as ever.
+    Of a list of paths, the brackets may be left out.
     """
     kinds = schema_keys(command.schema)
-    overrides: list[str] = []
-    literals: dict[str, Any] = {}
+    quoted = []
     for text in arguments:
-        key, equals, value = text.partition("=")
+        key, _, value = text.partition("=")
         kind = kinds.get(key)
-        if equals and kind == list[str] and not value.startswith("["):
-            literals[key] = value.split(",")
-            overrides.append(f"{key}=[literal]")
-        elif equals and (key in command.literal or (kind in (str, str | None) and not _parses(text))):
-            literals[key] = value
-            overrides.append(f"{key}=literal")
-        else:
-            overrides.append(text)
-            literals.pop(key, None)  # the last one wins
-    return overrides, literals
+        if kind == list[str] and not value.startswith("["):
+            text = f"{key}=[{','.join(map(_quote, value.split(',')))}]"
+        elif key in command.literal or (kind in (str, str | None) and not _parses(text)):
+            text = f"{key}={_quote(value)}"
+        quoted.append(text)
+    return quoted
 
 
-def _escape(text: str) -> str:
-    """`text` without interpolation for OmegaConf: a backslash before each `${`, and those before that doubled."""
-    return re.sub(r"(\\*)\$\{", lambda found: 2 * found[1] + r"\${", text)
+def _quote(text: str) -> str:
+    """`text` for Hydra's grammar and after it OmegaConf's, where a backslash keeps `${` from being an interpolation."""
+    escaped = re.sub(r"(\\*)\$\{", lambda found: 2 * found[1] + r"\${", text)
+    return QuotedString(escaped, Quote.single).with_quotes()
 
 
 def _parses(text: str) -> bool:
@@ -214,12 +207,13 @@ def _hydra_command_line(command: Command, arguments: list[str]) -> int:
     # Hydra 1.3.8 gives argparse a help object that is no string, which a check new in Python 3.14 refuses.
     argparse.ArgumentParser._check_help = lambda self, action: None  # type: ignore[attr-defined]
     register_schemas()
-    if not any(argument in ("-h", "--help", "-cd", "--config-dir") for argument in arguments):
-        for argument in arguments:
-            if "=" in argument and not argument.startswith("-"):
-                _check_override(command, argument)
+    arguments = _quote_texts(command, arguments)
+    overrides = [argument for argument in arguments if "=" in argument and not argument.startswith("-")]
+    if not any(argument in ("-h", "--help", "-cd", "--config-dir", "-sc") for argument in arguments):
+        for override in overrides:
+            _check_override(command, override)
     if "--cfg" in arguments or "-c" in arguments:
-        compose(command, [argument for argument in arguments if "=" in argument and not argument.startswith("-")])
+        compose(command, overrides)
 
     def job(config: DictConfig) -> None:
         try:

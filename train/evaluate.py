@@ -46,9 +46,9 @@ def run(config: EvaluateConfig) -> None:
 def evaluate(config: EvaluateConfig) -> Evaluation:
     """One pass over the split, documents whole, in their order."""
     import torch
+
     from data.prepare import prepare
     from data.stream import validation_steps
-
     from train.checkpoint import from_plain, tokenizer_path
     from train.trained import open_trained
 
@@ -67,7 +67,7 @@ def evaluate(config: EvaluateConfig) -> Evaluation:
             path=str(tokenizer_path(trained.path)),
             end_of_text=run_tokenizer.end_of_text,
         )
-    prepared = prepare(config.data, run_tokenizer)
+    prepared = prepare(config.data, run_tokenizer, splits=(config.split.value,))
     dataset = prepared.validation if config.split is Split.validation else prepared.train
     nats = torch.zeros((), dtype=torch.float64, device=trained.device)
     n_targets = n_bytes = 0

@@ -83,6 +83,7 @@ def fit(config: RunConfig) -> FitResult:
         check_same(start.checkpoint, identity, tell)
         if start.step >= config.trainer.max_steps:
             tell(f"{start.run_dir} is complete: step {start.step} of {config.trainer.max_steps}, nothing left to train")
+            _report(start.run_dir, only_if_missing=True)
             return _result(start.run_dir, start.step)
     return _train(config, start, prepared, model_config, identity, tell)
 
@@ -172,12 +173,10 @@ def _train(
     step = trainer.global_step
     status = "interrupted" if signals.received is not None else "finished"
     _write_summary(run_dir, status, step, summary, device)
-    if signals.received is not None:
+    if signals.received is not None and _is_first_rank():
+        # The others leave quietly: Lightning kills the first rank when one of its children ends with an error code.
         raise SystemExit(128 + signals.received)
-    if _is_first_rank():
-        from train.report import write_report
-
-        write_report(run_dir)
+    _report(run_dir)
     result = _result(run_dir, step)
     tell(f"done: {run_dir}, report {result.report}, checkpoint {result.checkpoint}")
     return result
@@ -268,6 +267,14 @@ def _write_summary(run_dir: Path, status: str, step: int, known: dict[str, Any],
             "peak_memory_bytes": torch.cuda.max_memory_allocated() if device.type == "cuda" else None,
         },
     )
+
+
+@rank_zero_only
+def _report(run_dir: Path, only_if_missing: bool = False) -> None:
+    from train.report import write_report
+
+    if not (only_if_missing and (run_dir / "report.html").exists()):
+        write_report(run_dir)
 
 
 def _result(run_dir: Path, step: int) -> FitResult:

@@ -77,7 +77,7 @@ def write_report(run_dir: Path) -> Path:
         or "<p>No metrics were written yet.</p>",
         nonfinite=_nonfinite(summary),
         compression=_compression(summary),
-        data=_table("Data", _read_json(run_dir / "data.json")),
+        data=_table("Data", _data_facts(_read_json(run_dir / "data.json"))),
         packing=_table("Packing", _read_json(run_dir / "packing.json")),
         environment=_table("Environment", _read_json(run_dir / "environment.json")),
         samples=_text("Samples", run_dir / "samples.txt"),
@@ -101,8 +101,8 @@ def _series(rows: Rows, column: str) -> tuple[list[float], list[float]]:
 def _draw_loss(axes: Any, rows: Rows) -> None:
     axes.plot(*_series(rows, "loss"), color=ACCENT, linewidth=1.4, label="training")
     steps, values = _series(rows, "val_loss")
-    axes.plot(steps, values, color=INK, linewidth=1.2, marker="o", markersize=4, label="validation")
     if values:
+        axes.plot(steps, values, color=INK, linewidth=1.2, marker="o", markersize=4, label="validation")
         axes.annotate(f"{values[-1]:.3f}", (steps[-1], values[-1]), (0, 7), textcoords="offset points", ha="right")
     _, losses = _series(rows, "loss")
     if losses:
@@ -161,7 +161,7 @@ CHARTS: tuple[tuple[str, str, Callable[[Rows], bool], Callable[[Any, Rows], None
 )
 
 
-def _style() -> dict[str, Any]:
+def _style() -> Any:  # matplotlib types the keys of rc_context one by one
     return {
         "font.family": "sans-serif",
         "font.size": 9,
@@ -246,7 +246,32 @@ def _summary(written: dict[str, Any], rows: Rows) -> dict[str, Any]:
         _, values = _series(rows, column)
         if values:
             summary["seconds" if column == "time" else "steps" if column == "step" else column] = values[-1]
-    return summary | {key: value for key, value in written.items() if value is not None}
+    known = {key: value for key, value in written.items() if value is not None}
+    if summary.get("steps", 0) > known.get("steps", math.inf):  # an earlier part's; this one was killed
+        return known | {"status": "not finished"} | summary
+    return summary | known
+
+
+def _data_facts(manifest: dict[str, Any]) -> dict[str, Any]:
+    """What a reader wants to know of a manifest, in words; anything else as it is."""
+    source, splits, counts = (manifest.get(key) for key in ("source", "splits", "counts"))
+    if not isinstance(source, dict) or not isinstance(splits, dict):
+        return manifest
+    facts: dict[str, Any] = {"source": source.get("kind")}
+    facts |= {key: value for key, value in source.items() if key in ("root", "paths", "name", "config", "python")}
+    for split, title in (("train", "training"), ("validation", "validation")):
+        size = splits.get(split, {})
+        facts[title] = ", ".join(
+            f"{_value(size[key])} {key}" for key in ("documents", "tokens", "bytes") if size.get(key)
+        )
+    if isinstance(counts, dict):
+        facts["left out"] = (
+            ", ".join(f"{_value(n)} {why}" for why, n in counts.items() if n and why != "read") or "none"
+        )
+    tokenizer = manifest.get("tokenizer")
+    if isinstance(tokenizer, dict):
+        facts["vocabulary"] = tokenizer.get("vocab_size")
+    return facts | {"fingerprint": manifest.get("fingerprint")}
 
 
 def _status(summary: dict[str, Any]) -> str:

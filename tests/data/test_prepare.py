@@ -191,7 +191,9 @@ def test_empty_and_undecodable_documents_are_counted(corpus: Path):
 
 def test_validation_cap_holds_whole_documents_out(corpus: Path):
     full = prepare(config(corpus), SMALL, quiet)
-    capped = prepare(config(corpus, validation_tokens=full.validation.n_tokens // 2), SMALL, quiet)
+    # Small shards make small batches: some are read after the cap is reached, some before.
+    cap = full.validation.n_tokens // 2
+    capped = prepare(config(corpus, validation_tokens=cap, shard_tokens=700), SMALL, quiet)
     assert 0 < capped.validation.n_tokens <= full.validation.n_tokens // 2
     held_out = capped.manifest["splits"]["held_out"]["documents"]
     assert held_out == len(full.validation) - len(capped.validation) > 0

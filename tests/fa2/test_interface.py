@@ -219,8 +219,6 @@ def test_lengths_around_tiles_with_large_values(n):
 def test_strides_of_inputs_and_gradient_do_not_matter():
     x = qkv_of(30)
     plain = varlen(*x, [12, 18], causal=True)
-    odd = [torch.cat([t, t], dim=-1)[..., 1::2][..., :0] for t in x]  # shape only
-    assert odd[0].shape[-1] == 0
     strided = [t.detach().transpose(0, 2).contiguous().transpose(0, 2).requires_grad_() for t in x]
     assert strided[0].stride(-1) != 1
     out = varlen(*strided, [12, 18], causal=True)

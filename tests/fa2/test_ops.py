@@ -9,6 +9,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.flop_counter import FlopCounterMode
 
 import fa2
+from fa2 import checks, extension
 
 OPS = torch.ops.fa2
 LENGTHS = torch.tensor([0, 7, 7, 18], dtype=torch.int32)
@@ -72,6 +73,14 @@ def test_delta_is_the_rowsum():
     assert torch.equal(dense[0], got[:, :18])
 
 
+def test_meta_tensors_give_shapes():
+    q, k = torch.empty(20, 4, 16, device="meta"), torch.empty(20, 2, 16, device="meta", requires_grad=True)
+    cu = LENGTHS.to("meta")
+    out, lse, _ = fa2.flash_attn_varlen_func(q, k, k, cu, cu, 11, 11, causal=True, return_attn_probs=True)
+    assert (out.shape, lse.shape) == (q.shape, (4, 20))
+    assert torch.autograd.grad(out.sum(), k)[0].shape == k.shape
+
+
 @pytest.fixture
 def fresh_compiler():
     torch.compiler.reset()
@@ -105,6 +114,26 @@ def test_lengths_that_vary_are_traced_as_symbols():
     for b, s in ((2, 10), (3, 15), (4, 20), (7, 11)):
         compiled(draw(b, s, 2, 8).requires_grad_()).sum().backward()
     assert counter.frame_count <= 2
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_the_look_up_of_a_kernel_is_a_constant_of_the_graph(monkeypatch, dynamic):
+    asked = []
+
+    @torch.compiler.assume_constant_result
+    def kernel_problem(device: str, dtype: torch.dtype, headdim: int) -> str | None:
+        asked.append((device, dtype, headdim))
+        return None
+
+    monkeypatch.setattr(extension, "kernel_problem", kernel_problem)
+    monkeypatch.setattr(checks, "HOST_DEVICES", ())  # the CPU stands in for a GPU
+    compiled = torch.compile(lambda q: fa2.flash_attn_func(q, q, q), fullgraph=True, backend="eager", dynamic=dynamic)
+    q = draw(1, 9, 2, 80, dtype=torch.bfloat16)
+    assert compiled(q).shape == q.shape
+    assert asked == [("cpu", torch.bfloat16, 80)]
+    compiled(q)
+    assert len(asked) == 1, "nothing is looked up when the graph runs"
 
 
 @pytest.mark.usefixtures("fresh_compiler")

@@ -14,8 +14,11 @@ from typing import Any
 
 import pytest
 import torch
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import OmegaConf
 
 import train.__main__ as train_main
+import train.prepare
 from data.config import Packing
 from train import cli
 from train.__main__ import COMMAND, main
@@ -268,6 +271,33 @@ def test_paths_need_no_brackets_and_may_hold_an_equals_sign() -> None:
     assert build.resume == "old/step=3.ckpt"
     assert cli.build(COMMAND, ["data=files", "data.paths=a.txt,b/*.txt"]).data.paths == ["a.txt", "b/*.txt"]
     assert cli.build(COMMAND, ["data=files", "data.paths=[a.txt, 'b c.txt']"]).data.paths == ["a.txt", "b c.txt"]
+
+
+def test_texts_go_through_hydras_flags_too(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["--cfg", "job", "data=files", "data.paths=a=b.txt,c d.txt", "trainer.sample_prompt=f('x')"]) == 0
+    text = capfd.readouterr().out
+    assert "  - a=b.txt\n  - c d.txt\n" in text
+    assert "sample_prompt: f('x')\n" in text
+
+
+def test_any_text_survives() -> None:
+    draw = random.Random(0)
+    for _ in range(300):
+        text = "".join(
+            draw.choices(["\\", "${", "}", "'", '"', "\n", ":", " ", ",", "=", "[", "é"], k=draw.randint(0, 7))
+        )
+        override = OverridesParser.create().parse_override(f"prompt={cli._quote(text)}")
+        assert OmegaConf.create({"prompt": override.value()}).prompt == text
+
+
+def test_prepare_fills_the_cache_of_the_run(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cache = f"data.cache_dir={tmp_path}/cache"
+    assert train.prepare.main(arguments(folder, "prepared", cache)) == 0
+    said = capsys.readouterr().out
+    assert "tokenizing" in said
+    assert "documents" in said.splitlines()[-4]
+    assert main(arguments(folder, "prepared", cache)) == 0
+    assert "tokenizing" not in capsys.readouterr().out
 
 
 def test_the_last_of_two_equal_keys_wins() -> None:

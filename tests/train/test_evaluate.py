@@ -116,6 +116,13 @@ def test_other_data_other_figures(folder: Path, capsys: pytest.CaptureFixture[st
     assert figures(capsys, *arguments(folder, "split=train", "max_steps=1"))["tokens"] <= 256
 
 
+def test_one_document_alone(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a=b.txt").write_text("just this")
+    one = [f"data.paths={tmp_path}/a=b.txt", f"data.cache_dir={tmp_path}/cache", "data.validation_fraction=1e-9"]
+    assert main(arguments(folder, "data=files", *one, "split=train")) == 0
+    assert "over 9 bytes of UTF-8 text" in capsys.readouterr().out
+
+
 def test_precision_and_packing_change_the_figure_little(folder: Path) -> None:
     def loss(*more: str) -> float:
         given = arguments(folder, *more)

@@ -21,7 +21,13 @@ def write_run(run_dir: Path) -> None:
     (run_dir / "config.yaml").write_text("name: tiny\ndata:\n  text_column: '<script>'\n")
     (run_dir / "environment.json").write_text(json.dumps({"gpu": None, "torch": "2.13.0", "compile": False}))
     (run_dir / "packing.json").write_text(json.dumps({"fill": 0.9971, "documents_cut": 12345}))
-    (run_dir / "data.json").write_text(json.dumps({"counts": {"duplicates": 7}, "shards": [{"splits": {}}]}))
+    manifest = {
+        "source": {"kind": "stdlib", "root": "/lib", "units": "f00"},
+        "splits": {"train": {"documents": 1700, "tokens": 9000, "bytes": 31000}, "validation": {"documents": 35}},
+        "counts": {"read": 1754, "duplicates": 7},
+        "shards": [{"splits": {}}],
+    }
+    (run_dir / "data.json").write_text(json.dumps(manifest))
     summary = {"status": "finished", "n_params": 2_566_272, "gzip_bits_per_byte": 1.63, "unigram_bits_per_byte": 2.79}
     (run_dir / "summary.json").write_text(json.dumps(summary | {"val_bits_per_byte": 2.05}))
     (run_dir / "samples.txt").write_text("def main():\n    return <b>1</b> & 2\n")
@@ -49,7 +55,8 @@ def test_page_shows_every_part(page: str) -> None:
         "gzip -9 1.630",
         "fill 0.9971",
         "documents cut 12,345",
-        "counts duplicates 7",
+        "source stdlib root /lib training 1,700 documents, 9,000 tokens, 31,000 bytes validation 35 documents",
+        "left out 7 duplicates",
         "torch 2.13.0 compile no",
         "No step had a non-finite loss",
     ):
@@ -79,6 +86,14 @@ def test_a_killed_run_has_a_report(tmp_path: Path) -> None:
     page = write_report(run_dir).read_text()
     assert "not finished · 200 steps" in page
     assert "Packing" not in page
+
+
+def test_a_run_killed_after_it_was_resumed(tmp_path: Path) -> None:
+    write_run(tmp_path / "run")
+    (tmp_path / "run" / "summary.json").write_text(json.dumps({"status": "interrupted", "steps": 120, "loss": 1.5}))
+    page = write_report(tmp_path / "run").read_text()
+    assert "not finished · 200 steps" in page
+    assert "<b>4.000</b><span>training loss" in page
 
 
 def test_a_run_killed_before_its_first_row(tmp_path: Path) -> None:

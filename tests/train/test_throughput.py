@@ -104,7 +104,17 @@ def test_a_disturbed_measurement_of_the_matrix_rate_is_said(clock: Clock, monkey
     run = Run(clock, peak_tflops=None)
     for _ in range(4):
         run.step(1.0)
-    assert [line for line in run.said if "gemm_util is" in line and "start-up" in line]
+    assert sum("WARNING: gemm_util is" in line for line in run.said) == 1
+
+
+def test_a_rate_disturbed_at_start_up_is_measured_again(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = iter([1e3, 1e8])
+    monkeypatch.setattr("train.callbacks.throughput.sustained_matmul_flops", lambda *args: next(rates))
+    run = Run(clock, peak_tflops=None)
+    run.step(1.0)
+    assert run.step(1.0)["gemm_util"] == pytest.approx(exact_flops(CONFIG, TOKENS, SUM_LEN_SQ) / 1e8)
+    assert any("busy at start-up" in line for line in run.said)
+    assert not any("WARNING" in line for line in run.said)
 
 
 def test_an_unknown_gpu_has_no_mfu_and_is_told_which_key_to_set(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:

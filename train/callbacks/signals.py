@@ -16,6 +16,10 @@ from train.datamodule import StreamItem
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
+def _nothing() -> None:
+    """Takes the place of Lightning's question to all ranks."""
+
+
 class Signals(Callback):
     """Remembers a signal, and stops the trainer at the end of the step with the state saved.
 
@@ -29,8 +33,11 @@ class Signals(Callback):
         self.received: int | None = None
         self._before: dict[int, Any] = {}
 
-    # Lightning puts its own SIGTERM handler in just before: it would end the run with an exception after the step.
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.world_size > 1:
+            # Lightning asks all ranks after every step whether one was told to stop: the host would wait for the GPU.
+            trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = _nothing  # type: ignore[method-assign]
+        # Only now: Lightning has just put in its own SIGTERM handler, which ends a run with an exception.
         self._before = {signum: signal.signal(signum, self._remember) for signum in _SIGNALS}
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
