@@ -22,7 +22,7 @@ from fa2 import nvcc
 from fa2.checks import MAX_HEADDIM
 
 # The operators with CUDA kernels, known without the library: nothing is built for the sake of one that has none.
-CUDA_OPS = frozenset({"delta"})
+CUDA_OPS = frozenset({"fwd", "bwd", "delta"})
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,7 @@ class Kernel:
     max_headdim: int  # serves multiples of 8 up to this
     min_sm: int  # compute capability, 10 * major + minor, inclusive
     max_sm: int
+    shared_bytes: int  # shared memory of a thread block, which the GPU must grant
 
 
 def architectures_for(capability: tuple[int, int]) -> tuple[str, ...]:

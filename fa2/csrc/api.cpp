@@ -13,6 +13,7 @@
 #include <cstring>
 #include <limits>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "dispatch.h"
@@ -69,18 +70,26 @@ Strides strides_of(const Tensor& x) {
   return x.dim() == 4 ? Strides{x.stride(0), x.stride(1), x.stride(2)} : Strides{0, x.stride(0), x.stride(1)};
 }
 
-void launch(Op op, DType dtype, int headdim, int device, const void* params) {
+const Kernel& kernel_for(Op op, DType dtype, int headdim, int device) {
   STD_TORCH_CHECK(aoti_torch_get_current_cuda_stream != nullptr,
                   "fa2: torch must be a CUDA build, got a CPU build");
-  int sm = 0;
+  int sm = 0, shared_bytes = 0;
   cudaError_t error = compute_capability(device, &sm);
+  if (error == cudaSuccess) error = shared_memory_limit(device, &shared_bytes);
   STD_TORCH_CHECK(error == cudaSuccess, "fa2: ", describe(error, sm));
-  const Kernel* kernel = find_kernel(op, dtype, headdim, sm);
+  const Kernel* kernel = find_kernel(op, dtype, headdim, sm, shared_bytes);
   STD_TORCH_CHECK(kernel != nullptr, "fa2: ", no_kernel_message(op, dtype, headdim, sm));
+  return *kernel;
+}
+
+void launch(const Kernel& kernel, int device, const void* params) {
   void* stream = nullptr;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
-  error = kernel->launch(params, static_cast<cudaStream_t>(stream));
-  STD_TORCH_CHECK(error == cudaSuccess, "fa2: ", describe(error, sm));
+  const cudaError_t error = kernel.launch(params, static_cast<cudaStream_t>(stream));
+  if (error == cudaSuccess) return;
+  int sm = 0;
+  compute_capability(device, &sm);
+  STD_TORCH_CHECK(false, "fa2: ", describe(error, sm));
 }
 
 Tensor run_delta(Tensor dout, Tensor out, const Tensor* cu_seqlens_q) {
@@ -128,7 +137,7 @@ Tensor run_delta(Tensor dout, Tensor out, const Tensor* cu_seqlens_q) {
   params.delta = static_cast<float*>(delta.data_ptr());
   params.dout_strides = strides_of(dout);
   params.out_strides = strides_of(out);
-  launch(Op::kDelta, dtype, headdim, device, &params);
+  launch(kernel_for(Op::kDelta, dtype, headdim, device), device, &params);
   return delta;
 }
 
@@ -140,10 +149,204 @@ Tensor delta_varlen(Tensor dout, Tensor out, Tensor cu_seqlens_q) {
   return run_delta(dout, out, &cu_seqlens_q);
 }
 
+// --- attention. The public functions have checked what the user gave (fa2/checks.py); here is what would make a kernel
+// read or write outside its tensors.
+
+struct Lengths {
+  Tensor cu_seqlens_q, cu_seqlens_k;
+};
+
+const int32_t* offsets(const char* argument, const Tensor& cu_seqlens, int device) {
+  STD_TORCH_CHECK(cu_seqlens.scalar_type() == ScalarType::Int, "fa2: ", argument, " must be int32, got ",
+                  torch::headeronly::toString(cu_seqlens.scalar_type()));
+  STD_TORCH_CHECK(cu_seqlens.is_cuda() && cu_seqlens.get_device_index() == device, "fa2: ", argument,
+                  " must be on q's device");
+  STD_TORCH_CHECK(cu_seqlens.dim() == 1 && cu_seqlens.numel() >= 1 && cu_seqlens.is_contiguous(), "fa2: ", argument,
+                  " must be of shape (batch + 1,) and contiguous, got ", show(cu_seqlens.sizes()));
+  return static_cast<const int32_t*>(cu_seqlens.data_ptr());
+}
+
+void check_same(const char* argument, const Tensor& x, const char* other, const Tensor& y, bool shape) {
+  STD_TORCH_CHECK(x.dim() == y.dim() && (!shape || std::equal(x.sizes().begin(), x.sizes().end(), y.sizes().begin())),
+                  "fa2: ", argument, " must be of ", other, "'s shape ", show(y.sizes()), ", got ", show(x.sizes()));
+  STD_TORCH_CHECK(x.scalar_type() == y.scalar_type(), "fa2: ", argument, " must be of ", other, "'s dtype, got ",
+                  torch::headeronly::toString(x.scalar_type()));
+  STD_TORCH_CHECK(x.is_cuda() && x.get_device_index() == y.get_device_index(), "fa2: ", argument, " must be on ", other,
+                  "'s device");
+}
+
+// What forward and backward have in common; checks q, k and v.
+void fill(Problem& p, const Tensor& q, const Tensor& k, const Tensor& v, const Lengths* lengths, double softmax_scale,
+          int64_t window_left, int64_t window_right) {
+  const int64_t dims = lengths != nullptr ? 3 : 4;
+  STD_TORCH_CHECK(q.dim() == dims, "fa2: q must have ", dims, " dimensions, got ", show(q.sizes()));
+  check_same("k", k, "q", q, false);
+  check_same("v", v, "k", k, true);
+  p.nheads_q = as_int("nheads_q", q.size(dims - 2));
+  p.nheads_kv = as_int("nheads_kv", k.size(dims - 2));
+  p.headdim = as_int("headdim", q.size(dims - 1));
+  STD_TORCH_CHECK(p.nheads_kv > 0 && p.nheads_q > 0 && p.nheads_q % p.nheads_kv == 0,
+                  "fa2: nheads_q must be a positive multiple of nheads_kv (", p.nheads_kv, "), got ", p.nheads_q);
+  STD_TORCH_CHECK(p.headdim > 0 && p.headdim % 8 == 0, "fa2: headdim must be a positive multiple of 8, got ", p.headdim);
+  STD_TORCH_CHECK(k.size(dims - 1) == p.headdim, "fa2: k must be of q's headdim ", p.headdim, ", got ",
+                  k.size(dims - 1));
+  STD_TORCH_CHECK(softmax_scale > 0, "fa2: softmax_scale must be greater than 0, got ", softmax_scale);
+  p.softmax_scale = static_cast<float>(softmax_scale);
+  constexpr int64_t kUnbounded = std::numeric_limits<int>::max();
+  p.window_left = static_cast<int>(std::min(window_left, kUnbounded));
+  p.window_right = static_cast<int>(std::min(window_right, kUnbounded));
+  const int64_t rows = q.size(dims - 3);
+  if (lengths == nullptr) {
+    p.batch = as_int("batch", q.size(0));
+    p.seqlen_q = as_int("seqlen_q", rows);
+    p.seqlen_k = as_int("seqlen_k", k.size(1));
+    STD_TORCH_CHECK(k.size(0) == p.batch, "fa2: k must be of q's batch ", p.batch, ", got ", k.size(0));
+    p.lse_batch = rows * p.nheads_q;
+  } else {
+    p.cu_seqlens_q = offsets("cu_seqlens_q", lengths->cu_seqlens_q, q.get_device_index());
+    p.cu_seqlens_k = offsets("cu_seqlens_k", lengths->cu_seqlens_k, q.get_device_index());
+    p.batch = as_int("batch", lengths->cu_seqlens_q.numel() - 1);
+    STD_TORCH_CHECK(lengths->cu_seqlens_k.numel() == p.batch + 1, "fa2: cu_seqlens_k must be of cu_seqlens_q's shape (",
+                    p.batch + 1, ",), got ", show(lengths->cu_seqlens_k.sizes()));
+    p.total_q = as_int("total_q", rows);
+    p.total_k = as_int("total_k", k.size(0));
+  }
+  p.lse_head = rows;
+}
+
+std::vector<int64_t> lse_shape(const Tensor& q) {
+  if (q.dim() == 3) return {q.size(1), q.size(0)};
+  return {q.size(0), q.size(2), q.size(1)};
+}
+
+std::vector<int64_t> shape_of(const Tensor& x) {
+  return {x.sizes().begin(), x.sizes().end()};
+}
+
+std::tuple<Tensor, Tensor> run_fwd(Tensor q, Tensor k, Tensor v, const Lengths* lengths, double softmax_scale,
+                                   int64_t window_left, int64_t window_right) {
+  FwdParams p{};
+  const DType dtype = kernel_dtype("q", q);
+  fill(p, q, k, v, lengths, softmax_scale, window_left, window_right);
+  const int device = q.get_device_index();
+  const torch::stable::accelerator::DeviceGuard guard(device);
+  const Kernel& kernel = kernel_for(Op::kFwd, dtype, p.headdim, device);
+  Tensor out = torch::stable::new_empty(q, shape_of(q));
+  Tensor lse = torch::stable::new_empty(q, lse_shape(q), ScalarType::Float);
+  if (lse.numel() == 0) return {out, lse};
+  q = vectorizable(q);
+  k = vectorizable(k);
+  v = vectorizable(v);
+  Tensor tiles = torch::stable::new_empty(q, {lengths != nullptr ? tile_list_size(p.total_q, p.batch) : 0},
+                                          ScalarType::Int);
+  p.tiles = static_cast<int32_t*>(tiles.data_ptr());
+  p.q = q.data_ptr();
+  p.k = k.data_ptr();
+  p.v = v.data_ptr();
+  p.out = out.data_ptr();
+  p.softmax_lse = static_cast<float*>(lse.data_ptr());
+  p.q_strides = strides_of(q);
+  p.k_strides = strides_of(k);
+  p.v_strides = strides_of(v);
+  p.out_strides = strides_of(out);
+  launch(kernel, device, &p);
+  return {out, lse};
+}
+
+std::tuple<Tensor, Tensor, Tensor> run_bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse,
+                                           const Lengths* lengths, double softmax_scale, int64_t window_left,
+                                           int64_t window_right, bool deterministic) {
+  BwdParams p{};
+  const DType dtype = kernel_dtype("q", q);
+  fill(p, q, k, v, lengths, softmax_scale, window_left, window_right);
+  check_same("dout", dout, "q", q, true);
+  check_same("out", out, "q", q, true);
+  const std::vector<int64_t> rows = lse_shape(q);
+  STD_TORCH_CHECK(lse.scalar_type() == ScalarType::Float && lse.is_contiguous() && shape_of(lse) == rows,
+                  "fa2: softmax_lse must be what the forward returned, got ", show(lse.sizes()));
+  const int device = q.get_device_index();
+  const torch::stable::accelerator::DeviceGuard guard(device);
+  const Kernel& kernel = kernel_for(Op::kBwd, dtype, p.headdim, device);
+  Tensor dq = torch::stable::new_empty(q, shape_of(q));
+  Tensor dk = torch::stable::new_empty(k, shape_of(k));
+  Tensor dv = torch::stable::new_empty(v, shape_of(v));
+  if (dq.numel() == 0 && dk.numel() == 0) return {dq, dk, dv};
+  dout = vectorizable(dout);
+  q = vectorizable(q);
+  k = vectorizable(k);
+  v = vectorizable(v);
+  out = vectorizable(out);
+  std::vector<int64_t> accum_shape = rows;
+  accum_shape.push_back(kernel.max_headdim);
+  const int64_t tokens = q.dim() == 3 ? q.size(0) : q.size(0) * q.size(1);
+  Tensor lse_log2 = torch::stable::new_empty(lse, rows);
+  Tensor delta = torch::stable::new_empty(lse, rows);
+  Tensor dq_accum = torch::stable::new_empty(lse, accum_shape);
+  Tensor tiles = torch::stable::new_empty(q, {lengths != nullptr ? tile_list_size(p.total_k, p.batch) : 0},
+                                          ScalarType::Int);
+  Tensor semaphore = torch::stable::new_empty(q, {deterministic ? semaphores(tokens, p.batch, p.nheads_q) : 0},
+                                              ScalarType::Int);
+  p.tiles = static_cast<int32_t*>(tiles.data_ptr());
+  p.dq_semaphore = deterministic ? static_cast<int32_t*>(semaphore.data_ptr()) : nullptr;
+  p.lse_log2 = static_cast<float*>(lse_log2.data_ptr());
+  p.delta = static_cast<float*>(delta.data_ptr());
+  p.dq_accum = static_cast<float*>(dq_accum.data_ptr());
+  p.softmax_lse = static_cast<const float*>(lse.data_ptr());
+  p.q = q.data_ptr();
+  p.k = k.data_ptr();
+  p.v = v.data_ptr();
+  p.out = out.data_ptr();
+  p.dout = dout.data_ptr();
+  p.dq = dq.data_ptr();
+  p.dk = dk.data_ptr();
+  p.dv = dv.data_ptr();
+  p.q_strides = strides_of(q);
+  p.k_strides = strides_of(k);
+  p.v_strides = strides_of(v);
+  p.out_strides = strides_of(out);
+  p.dout_strides = strides_of(dout);
+  p.dq_strides = strides_of(dq);
+  p.dk_strides = strides_of(dk);
+  p.dv_strides = strides_of(dv);
+  launch(kernel, device, &p);
+  return {dq, dk, dv};
+}
+
+std::tuple<Tensor, Tensor> fwd(Tensor q, Tensor k, Tensor v, double softmax_scale, int64_t window_left,
+                               int64_t window_right) {
+  return run_fwd(q, k, v, nullptr, softmax_scale, window_left, window_right);
+}
+
+// max_seqlen plays no part: the kernels work by the true lengths.
+std::tuple<Tensor, Tensor> fwd_varlen(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k,
+                                      int64_t /*max_seqlen_q*/, int64_t /*max_seqlen_k*/, double softmax_scale,
+                                      int64_t window_left, int64_t window_right) {
+  const Lengths lengths{cu_seqlens_q, cu_seqlens_k};
+  return run_fwd(q, k, v, &lengths, softmax_scale, window_left, window_right);
+}
+
+std::tuple<Tensor, Tensor, Tensor> bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse,
+                                       double softmax_scale, int64_t window_left, int64_t window_right,
+                                       bool deterministic) {
+  return run_bwd(dout, q, k, v, out, lse, nullptr, softmax_scale, window_left, window_right, deterministic);
+}
+
+std::tuple<Tensor, Tensor, Tensor> bwd_varlen(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse,
+                                              Tensor cu_seqlens_q, Tensor cu_seqlens_k, int64_t /*max_seqlen_q*/,
+                                              int64_t /*max_seqlen_k*/, double softmax_scale, int64_t window_left,
+                                              int64_t window_right, bool deterministic) {
+  const Lengths lengths{cu_seqlens_q, cu_seqlens_k};
+  return run_bwd(dout, q, k, v, out, lse, &lengths, softmax_scale, window_left, window_right, deterministic);
+}
+
 }  // namespace
 }  // namespace fa2
 
 STABLE_TORCH_LIBRARY_IMPL(fa2, CUDA, library) {
+  library.impl("fwd", TORCH_BOX(&fa2::fwd));
+  library.impl("fwd_varlen", TORCH_BOX(&fa2::fwd_varlen));
+  library.impl("bwd", TORCH_BOX(&fa2::bwd));
+  library.impl("bwd_varlen", TORCH_BOX(&fa2::bwd_varlen));
   library.impl("delta", TORCH_BOX(&fa2::delta));
   library.impl("delta_varlen", TORCH_BOX(&fa2::delta_varlen));
 }

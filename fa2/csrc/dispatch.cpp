@@ -2,10 +2,12 @@
 #include "dispatch.h"
 
 #include <sstream>
-#include <utility>
+#include <tuple>
 #include <vector>
 
 #ifdef FA2_SM80
+#include "sm80/attention.h"
+#include "sm80/config.h"
 #include "sm80/delta.h"
 #endif
 
@@ -27,24 +29,70 @@ Kernel delta_row() {
           kHeadDim,
           80,
           kAnyLaterSm,
+          0,
           erased<DeltaParams, sm80::launch_delta<kDType, kHeadDim>>,
           sm80::delta_function<kDType, kHeadDim>()};
 }
+
+template <DType kDType, int kHeadDim, bool kSmall>
+Kernel fwd_row() {
+  return {Op::kFwd,
+          "sm80",
+          kDType,
+          kHeadDim,
+          80,
+          kAnyLaterSm,
+          sm80::FwdConfig<kHeadDim, kSmall>::kShared_bytes,
+          erased<FwdParams, sm80::launch_fwd<kDType, kHeadDim, kSmall>>,
+          sm80::fwd_function<kDType, kHeadDim, kSmall>()};
+}
+
+template <DType kDType, int kHeadDim, bool kSmall>
+Kernel bwd_row() {
+  return {Op::kBwd,
+          "sm80",
+          kDType,
+          kHeadDim,
+          80,
+          kAnyLaterSm,
+          sm80::BwdConfig<kHeadDim, kSmall>::kShared_bytes,
+          erased<BwdParams, sm80::launch_bwd<kDType, kHeadDim, kSmall>>,
+          sm80::bwd_function<kDType, kHeadDim, kSmall>()};
+}
+
+// Every headdim with both sizes of tiles.
+template <DType kDType, int... kHeadDims>
+void append_attention(std::vector<Kernel>& kernels) {
+  for (const Kernel& row : {fwd_row<kDType, kHeadDims, false>()..., fwd_row<kDType, kHeadDims, true>()...,
+                            bwd_row<kDType, kHeadDims, false>()..., bwd_row<kDType, kHeadDims, true>()...})
+    kernels.push_back(row);
+}
 #endif
 
-const std::vector<Kernel>& table() {
-  static const std::vector<Kernel> kernels = {
+std::vector<Kernel> make_table() {
+  std::vector<Kernel> kernels;
 #ifdef FA2_SM80
-      delta_row<DType::kFloat16, 64>(),   delta_row<DType::kFloat16, 128>(),
-      delta_row<DType::kFloat16, 256>(),  delta_row<DType::kBFloat16, 64>(),
-      delta_row<DType::kBFloat16, 128>(), delta_row<DType::kBFloat16, 256>(),
+  append_attention<DType::kFloat16, 64, 96, 128, 192, 256>(kernels);
+  append_attention<DType::kBFloat16, 64, 96, 128, 192, 256>(kernels);
+  for (const Kernel& row : {delta_row<DType::kFloat16, 64>(), delta_row<DType::kFloat16, 128>(),
+                            delta_row<DType::kFloat16, 256>(), delta_row<DType::kBFloat16, 64>(),
+                            delta_row<DType::kBFloat16, 128>(), delta_row<DType::kBFloat16, 256>()})
+    kernels.push_back(row);
 #endif
-  };
+  return kernels;
+}
+
+const std::vector<Kernel>& table() {
+  static const std::vector<Kernel> kernels = make_table();
   return kernels;
 }
 
 const char* name(Op op) {
   switch (op) {
+    case Op::kFwd:
+      return "fwd";
+    case Op::kBwd:
+      return "bwd";
     case Op::kDelta:
       return "delta";
   }
@@ -61,12 +109,13 @@ bool runs_on(const Kernel& kernel, int sm) {
 
 }  // namespace
 
-const Kernel* find_kernel(Op op, DType dtype, int headdim, int sm) {
+const Kernel* find_kernel(Op op, DType dtype, int headdim, int sm, int shared_bytes) {
   const Kernel* best = nullptr;
   for (const Kernel& kernel : table()) {
-    if (kernel.op != op || kernel.dtype != dtype || kernel.max_headdim < headdim || !runs_on(kernel, sm))
+    if (kernel.op != op || kernel.dtype != dtype || kernel.max_headdim < headdim || !runs_on(kernel, sm) ||
+        kernel.shared_bytes > shared_bytes)
       continue;
-    const auto rank = [](const Kernel& k) { return std::make_pair(-k.min_sm, k.max_headdim); };
+    const auto rank = [](const Kernel& k) { return std::make_tuple(-k.min_sm, k.max_headdim, -k.shared_bytes); };
     if (best == nullptr || rank(kernel) < rank(*best)) best = &kernel;
   }
   return best;
@@ -95,7 +144,7 @@ const std::string& kernels_json() {
     for (const Kernel& kernel : table()) {
       text << separator << "{\"op\": \"" << name(kernel.op) << "\", \"family\": \"" << kernel.family
            << "\", \"dtype\": \"" << name(kernel.dtype) << "\", \"max_headdim\": " << kernel.max_headdim
-           << ", \"min_sm\": " << kernel.min_sm << ", \"max_sm\": " << kernel.max_sm << "}";
+           << ", \"shared_bytes\": " << kernel.shared_bytes << ", \"min_sm\": " << kernel.min_sm << ", \"max_sm\": " << kernel.max_sm << "}";
       separator = ", ";
     }
     text << "]";

@@ -10,7 +10,7 @@
 
 namespace fa2 {
 
-enum class Op : int { kDelta };
+enum class Op : int { kFwd, kBwd, kDelta };
 
 constexpr int kAnyLaterSm = 1000;
 
@@ -20,12 +20,14 @@ struct Kernel {
   DType dtype;
   int max_headdim;     // serves every multiple of 8 up to this
   int min_sm, max_sm;  // compute capability, 10 * major + minor, both inclusive
+  int shared_bytes;    // shared memory of a thread block, which the GPU must grant
   cudaError_t (*launch)(const void* params, cudaStream_t stream);
   const void* function;  // the __global__ function: tells whether code for a GPU is there
 };
 
-// The kernel of the smallest headdim that fits, the latest family first; null when there is none.
-const Kernel* find_kernel(Op op, DType dtype, int headdim, int sm);
+// The kernel of the smallest headdim that fits, the latest family and the largest tiles first; null when there is
+// none. shared_bytes is what a thread block may have.
+const Kernel* find_kernel(Op op, DType dtype, int headdim, int sm, int shared_bytes);
 
 // "no kernel for delta, float16, headdim 512 on sm_75; have delta: ..."
 std::string no_kernel_message(Op op, DType dtype, int headdim, int sm);

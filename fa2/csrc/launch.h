@@ -4,8 +4,10 @@
 
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
+#include <cstdlib>
 #include <string>
 
 #include "dispatch.h"
@@ -25,6 +27,20 @@ inline cudaError_t compute_capability(int device, int* sm) {
   if (error != cudaSuccess) return error;
   *sm = 10 * major + minor;
   if (device < kMaxDevices) known[device].store(*sm, std::memory_order_relaxed);
+  return cudaSuccess;
+}
+
+// Shared memory that a thread block may opt in to, in bytes. FA2_MAX_SHARED_BYTES lowers it, so that a large GPU can run
+// (and test) the tiles of a small one; read each time, because tests change it.
+inline cudaError_t shared_memory_limit(int device, int* bytes) {
+  static std::array<std::atomic<int>, kMaxDevices> known{};
+  *bytes = device < kMaxDevices ? known[device].load(std::memory_order_relaxed) : 0;
+  if (*bytes == 0) {
+    const cudaError_t error = cudaDeviceGetAttribute(bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+    if (error != cudaSuccess) return error;
+    if (device < kMaxDevices) known[device].store(*bytes, std::memory_order_relaxed);
+  }
+  if (const char* chosen = std::getenv("FA2_MAX_SHARED_BYTES")) *bytes = std::min(*bytes, std::atoi(chosen));
   return cudaSuccess;
 }
 

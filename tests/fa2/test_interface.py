@@ -388,7 +388,6 @@ def test_a_cpu_has_no_cuda_kernels():
     [
         (torch.float32, 64, "need float16 or bfloat16, got torch.float32"),
         (torch.float16, 264, "need a headdim of at most 256, got 264"),
-        (torch.float16, 64, "no kernel for fwd and bwd on CUDA; have delta"),
     ],
 )
 def test_why_unavailable_says_what_is_missing(dtype, headdim, reason):
@@ -401,7 +400,7 @@ def test_cuda_tensors_get_a_named_error_not_a_fallback():
 
     with FakeTensorMode():
         q = torch.empty(1, 5, 2, 64, device="cuda", dtype=torch.bfloat16)
-        with pytest.raises(RuntimeError, match="fa2: no kernel for fwd and bwd on CUDA; have delta"):
+        with pytest.raises(RuntimeError, match="fa2: torch sees no CUDA device"):
             fa2.flash_attn_func(q, q, q)
         with pytest.raises(ValueError, match=r"fa2: q must be float16 or bfloat16 on a GPU .* got torch.float32"):
             fa2.flash_attn_func(q.float(), q.float(), q.float())

@@ -1,0 +1,26 @@
+// Ordinary accesses to shared memory by 32-bit address (PTX ISA 9.7.9.11 st, 9.7.9.8 ld).
+#pragma once
+#include <cstdint>
+
+namespace fa2::ptx {
+
+__device__ __forceinline__ void store_shared_4(uint32_t shared, uint32_t value) {
+  asm volatile("st.shared.b32 [%0], %1;" ::"r"(shared), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ uint4 load_shared_16(uint32_t shared) {
+  uint4 value;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+               : "r"(shared)
+               : "memory");
+  return value;
+}
+
+__device__ __forceinline__ float load_shared_float(uint32_t shared) {
+  float value;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(shared) : "memory");
+  return value;
+}
+
+}  // namespace fa2::ptx

@@ -1,0 +1,68 @@
+// Before the backward: delta = rowsum(dout * out), lse in log2 units, and zeros in the dq accumulator (and in the
+// semaphores of the deterministic mode). Memory-bound: 8 lanes a row, 16 bytes a lane and load.
+#pragma once
+#include <cmath>
+#include <cstdint>
+
+#include "../ptx/mma.cuh"
+#include "../params.h"
+
+namespace fa2::sm80 {
+
+constexpr int kPreprocessThreads = 256, kPreprocessRows = kPreprocessThreads / 8;
+
+// One thread block: kPreprocessRows rows of one head. grid = batch * nheads_q * ceil(rows / kPreprocessRows); varlen is
+// one batch element of total_q rows, documents do not matter here. `rows` is lse_head's stride, too.
+template <class Element, int kHeadDim>
+__global__ void __launch_bounds__(kPreprocessThreads)
+    bwd_preprocess(__grid_constant__ const BwdParams p, int rows, int64_t semaphores) {
+  const unsigned blocks_per_head = (rows + kPreprocessRows - 1) / kPreprocessRows;
+  const unsigned index = blockIdx.x / blocks_per_head;
+  const int head = index % p.nheads_q, bidb = index / p.nheads_q;
+  const int row = (blockIdx.x % blocks_per_head) * kPreprocessRows + threadIdx.x / 8;
+  const int lane = threadIdx.x % 8;
+
+  const int64_t threads = static_cast<int64_t>(gridDim.x) * kPreprocessThreads;
+  for (int64_t i = static_cast<int64_t>(blockIdx.x) * kPreprocessThreads + threadIdx.x; i < semaphores; i += threads)
+    p.dq_semaphore[i] = 0;
+
+  float sum = 0.f;
+  if (row < rows) {
+    const auto* out = static_cast<const Element*>(p.out) + bidb * p.out_strides.batch +
+                      static_cast<int64_t>(row) * p.out_strides.row + head * p.out_strides.head;
+    const auto* dout = static_cast<const Element*>(p.dout) + bidb * p.dout_strides.batch +
+                       static_cast<int64_t>(row) * p.dout_strides.row + head * p.dout_strides.head;
+    float* accum = p.dq_accum + (bidb * p.lse_batch + head * p.lse_head + row) * kHeadDim;
+    uint4 a[(kHeadDim + 63) / 64], b[(kHeadDim + 63) / 64];
+#pragma unroll
+    for (int i = 0; i < (kHeadDim + 63) / 64; ++i) {
+      const bool exists = (i * 8 + lane) * 8 < p.headdim;
+      a[i] = exists ? *reinterpret_cast<const uint4*>(out + (i * 8 + lane) * 8) : make_uint4(0, 0, 0, 0);
+      b[i] = exists ? *reinterpret_cast<const uint4*>(dout + (i * 8 + lane) * 8) : make_uint4(0, 0, 0, 0);
+    }
+#pragma unroll
+    for (int i = 0; i < kHeadDim / 32; ++i)
+      *reinterpret_cast<float4*>(accum + (i * 8 + lane) * 4) = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll
+    for (int i = 0; i < (kHeadDim + 63) / 64; ++i) {
+      const uint32_t* x = reinterpret_cast<const uint32_t*>(&a[i]);
+      const uint32_t* y = reinterpret_cast<const uint32_t*>(&b[i]);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const float2 u = ptx::unpack<Element>(x[e]), v = ptx::unpack<Element>(y[e]);
+        sum = fmaf(u.x, v.x, fmaf(u.y, v.y, sum));
+      }
+    }
+  }
+#pragma unroll
+  for (int distance = 1; distance < 8; distance *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, distance);
+  if (lane == 0 && row < rows) {
+    const int64_t offset = bidb * p.lse_batch + head * p.lse_head + row;
+    const float lse = p.softmax_lse[offset];
+    // A row that saw no key: exponents of -inf, so that its probabilities come out as 0 and not as NaN.
+    p.lse_log2[offset] = lse == -INFINITY ? INFINITY : lse * 1.4426950408889634f;
+    p.delta[offset] = sum;
+  }
+}
+
+}  // namespace fa2::sm80

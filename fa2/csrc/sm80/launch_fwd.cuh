@@ -1,0 +1,42 @@
+// Host side of the forward: (varlen) the list of tiles, then the kernel. Included by inst/fwd_*.cu alone.
+#pragma once
+
+#include "../tile/schedule.cuh"
+#include "attention.h"
+#include "fwd.cuh"
+#include "launch.cuh"
+
+namespace fa2::sm80 {
+
+template <class Element, class Config>
+cudaError_t launch_fwd_tiles(const FwdParams& p, cudaStream_t stream) {
+  constexpr int kBlockM = Config::kBlockM;
+  static_assert(kBlockM >= kSmallestBlock, "scratch sizes are counted with kSmallestBlock");
+  static std::atomic<uint64_t> devices;
+  cudaError_t error = allow_shared_memory(attention_fwd<Element, Config>, Config::kShared_bytes, devices);
+  const bool varlen = p.cu_seqlens_q != nullptr;
+  if (error == cudaSuccess && varlen)
+    error = launch(schedule_tiles<kBlockM, true>, 1, kScheduleThreads, 0, stream, p.cu_seqlens_q, p.cu_seqlens_k,
+                   p.total_q, p.batch, p.tiles);
+  if (error != cudaSuccess) return error;
+  const int64_t tiles = varlen ? tile_capacity(p.total_q, p.batch, kBlockM) : p.batch * ceil_div(p.seqlen_q, kBlockM);
+  return launch(attention_fwd<Element, Config>, tiles * p.nheads_q, Config::kThreads, Config::kShared_bytes, stream, p);
+}
+
+template <DType kDType, int kHeadDim, bool kSmall>
+cudaError_t launch_fwd(const FwdParams& p, cudaStream_t stream) {
+  return launch_fwd_tiles<Element<kDType>, FwdConfig<kHeadDim, kSmall>>(p, stream);
+}
+
+template <DType kDType, int kHeadDim, bool kSmall>
+const void* fwd_function() {
+  return reinterpret_cast<const void*>(attention_fwd<Element<kDType>, FwdConfig<kHeadDim, kSmall>>);
+}
+
+#define FA2_INSTANTIATE_FWD(kDType, kHeadDim)                                          \
+  template cudaError_t launch_fwd<kDType, kHeadDim, false>(const FwdParams&, cudaStream_t); \
+  template cudaError_t launch_fwd<kDType, kHeadDim, true>(const FwdParams&, cudaStream_t);  \
+  template const void* fwd_function<kDType, kHeadDim, false>();                        \
+  template const void* fwd_function<kDType, kHeadDim, true>();
+
+}  // namespace fa2::sm80

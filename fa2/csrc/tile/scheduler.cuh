@@ -1,0 +1,41 @@
+// Which tile a thread block works on. Dense: arithmetic. Varlen: a list of the tiles that exist, which schedule.cu
+// writes on the device before the kernel, heaviest sequences first; blocks past its end return at once (there are at
+// most batch + 1 of them per head: the grid is the bound total / kBlock + batch + 1, so max_seqlen plays no part).
+#pragma once
+#include "../params.h"
+
+namespace fa2 {
+
+struct WorkTile {
+  int bidb, bidh, block;
+};
+
+// Heads that run side by side: few enough that every head has several tiles in flight, which share its K and V in L2.
+constexpr int kHeadsInFlight = 32;
+
+// `reversed`: the last block first. Causal: the forward's last query block and the backward's first key block are the
+// longest, and the longest go first, so that the short ones fill the end.
+__device__ __forceinline__ bool find_tile(WorkTile& tile, const Problem& p, int nheads, int blocks, bool reversed) {
+  const unsigned index = blockIdx.x;
+  if (p.cu_seqlens_q == nullptr) {
+    const unsigned all_heads = p.batch * nheads;
+    const unsigned group = index / (kHeadsInFlight * blocks);
+    const unsigned in_group = index - group * (kHeadsInFlight * blocks);
+    const unsigned width = min(static_cast<unsigned>(kHeadsInFlight), all_heads - group * kHeadsInFlight);
+    const unsigned rank = in_group / width;
+    const unsigned head = group * kHeadsInFlight + in_group - rank * width;
+    tile.bidb = head / nheads;
+    tile.bidh = head - tile.bidb * nheads;
+    tile.block = reversed ? blocks - 1 - rank : rank;
+    return true;
+  }
+  const unsigned rank = index / nheads;
+  if (rank >= static_cast<unsigned>(p.tiles[0])) return false;
+  const int2 entry = reinterpret_cast<const int2*>(p.tiles)[1 + rank];
+  tile.bidb = entry.x;
+  tile.bidh = index - rank * nheads;
+  tile.block = entry.y;
+  return true;
+}
+
+}  // namespace fa2
