@@ -12,7 +12,6 @@ from model.config import GPTConfig, Mlp, Norm, Position
 _BYTES = {
     "32-true": (4, 4, 4),
     "bf16-mixed": (4, 2, 4),
-    "16-mixed": (4, 2, 4),
     "bf16-true": (2, 2, 2),
     "64-true": (8, 8, 8),
 }
@@ -26,7 +25,7 @@ def memory_estimate(
 
     Args:
         micro_batch_tokens: T, padding included.
-        precision: 32-true, bf16-mixed, 16-mixed, bf16-true or 64-true.
+        precision: 32-true, bf16-mixed, bf16-true or 64-true.
         activation_checkpointing: blocks keep their input only.
         attention: fa2, torch or reference.
 

@@ -76,7 +76,7 @@ class OptimConfig:
 
 @dataclass
 class TrainerConfig:
-    max_steps: int = 400  # optimiser steps of the run
+    max_steps: int = 300  # optimiser steps of the run
     accelerator: str = "auto"  # auto, cpu, gpu
     devices: int = 1  # GPUs (or CPU processes) of one node
     num_nodes: int = 1
@@ -85,8 +85,8 @@ class TrainerConfig:
     compile: bool | None = None  # torch.compile of the blocks; null: on a GPU yes, on a CPU no
     activation_checkpointing: bool = False  # recompute each block in the backward pass
     log_every: int = 10  # steps between two points of the metrics; the only synchronisations of a step loop
-    validate_every: int = 200  # steps; 0 validates at the end only
-    checkpoint_every: int = 200  # steps; a kill loses at most this many
+    validate_every: int = 100  # steps; 0 validates at the end only
+    checkpoint_every: int = 100  # steps; a kill loses at most this many
     keep_checkpoints: int = 2  # newest ones kept, besides the final one
     nonfinite_budget: int = 10  # skipped steps after which the run stops with an error
     peak_tflops: float | None = None  # dense datasheet peak of one device, for mfu; null looks the GPU's name up

@@ -1,0 +1,77 @@
+"""`python -m train.readme` writes the README's tables from the JSON records in the repository; `--check` only compares.
+
+A table stands between `<!-- table: name -->` and `<!-- end -->`; each name is a function here that makes its text.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+README = ROOT / "README.md"
+_TABLE = re.compile(r"(<!-- table: (?P<name>\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def _record(path: str) -> dict[str, Any]:
+    return json.loads((ROOT / path).read_text(encoding="utf-8"))
+
+
+def packing_table() -> str:
+    record = _record("train/results/packing.json")
+    machine, text = record["machine"], record["stdlib"]
+    rows = {(row["packing"], row["context"]): row for row in record["packing"]}
+    lines = [
+        "| packing | batches built, million tokens/s on one core | fill at 2k, at 8k | pieces that begin inside their "
+        "document, at 2k, at 8k |",
+        "| --- | --- | --- | --- |",
+    ]
+    for speed in record["speed"]:
+        short, long = (rows[speed["packing"], context] for context in (2048, 8192))
+        lines.append(
+            f"| `{speed['packing']}` | {speed['median_million_tokens_per_s']:.0f} "
+            f"| {short['fill']:.2%}, {long['fill']:.2%} "
+            f"| {short['continued_pieces']:.1%}, {long['continued_pieces']:.1%} |"
+        )
+    lines += [
+        "",
+        f"Speed: documents of 32 to 252 tokens, median of {record['speed'][0]['n']}, tensors included, "
+        f"{machine['cpu']}, Python {machine['python']}. Fill: the standard library, {text['documents']:,} documents, "
+        f"{text['tokens'] / 1e6:.1f} million tokens.",
+    ]
+    return "\n".join(lines)
+
+
+TABLES: dict[str, Callable[[], str]] = {"packing": packing_table}
+
+
+def render(text: str) -> str:
+    """`text` with each table between its markers made anew.
+
+    Raises:
+        KeyError: a marker names a table that does not exist.
+    """
+    return _TABLE.sub(lambda m: f"{m[1]}{TABLES[m['name']]()}\n{m[3]}", text)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m train.readme", description=__doc__)
+    parser.add_argument("--check", action="store_true", help="change nothing; exit 1 where README and records differ")
+    check = parser.parse_args(arguments).check
+    old = README.read_text(encoding="utf-8")
+    new = render(old)
+    if check:
+        if old != new:
+            print("README.md differs from the records: run python -m train.readme", file=sys.stderr)
+        return int(old != new)
+    README.write_text(new, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
