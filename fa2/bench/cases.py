@@ -1,4 +1,5 @@
-"""What is measured: the paper's sweep, packed documents, grouped queries. Each case knows its FLOPs and makes its tensors.
+"""What is measured: the paper's sweep, packed documents, grouped queries. Each case knows its FLOPs and makes its
+tensors.
 
 FLOPs: forward 4 * nheads * headdim * Σ seqlen², halved for causal; backward 2.5 times that.
 """
@@ -62,7 +63,7 @@ def paper(headdims: Sequence[int], masks: Sequence[str], seqlens: Sequence[int],
 
 
 def packed(tokens: int = 32768) -> list[Case]:
-    """Documents side by side, causal, 16 heads of 128: equal, log-normal, short, one long, one long among many short."""
+    """Documents side by side, causal, 16 heads of 128: equal, log-normal, short, one long, one among many short."""
     rng = random.Random(0)
     log_normal: list[int] = []
     while sum(log_normal) < tokens:
@@ -71,12 +72,13 @@ def packed(tokens: int = 32768) -> list[Case]:
     short: list[int] = []
     while sum(short) < tokens:
         short.append(min(rng.randint(32, 252), tokens - sum(short)))
+    short_side = [tokens // 512] * 128
     mixes = {
         f"16 of {tokens // 16}": [tokens // 16] * 16,
         f"{len(log_normal)}, log-normal": log_normal,
         f"{len(short)} of 32 to 252": short,
         f"1 of {tokens}": [tokens],
-        f"1 of {tokens // 2} between 2 x 128 of {tokens // 512}": [tokens // 512] * 128 + [tokens // 2] + [tokens // 512] * 128,
+        f"1 of {tokens // 2} between 2 x 128 of {tokens // 512}": [*short_side, tokens // 2, *short_side],
     }
     return [Case("packed", name, tuple(lengths), 16, 16, 128, True) for name, lengths in mixes.items()]
 

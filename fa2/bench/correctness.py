@@ -1,5 +1,6 @@
-"""Random attention problems against float64: `python -m fa2.bench.correctness --draws 2000 --out FILE`. Its parts are the
-tests' too: `Problem`, `exact` (autograd through the whole score matrix, nothing shared with fa2), `ratios`, `poison`.
+"""Random attention problems against float64: `python -m fa2.bench.correctness --draws 2000 --out FILE`. Its parts are
+the tests' too: `Problem`, `exact` (autograd through the whole score matrix, nothing shared with fa2), `ratios`,
+`poison`.
 
 The rule, as the field has it: the largest error is at most 2x (gradients 3x) that of plain PyTorch in the same 16-bit
 dtype, plus a grain; the RMS error is bounded by itself, so that a bad baseline hides nothing; lse is within 1e-3.
@@ -33,7 +34,8 @@ RMS = {
     torch.bfloat16: {"out": 4e-3, "dq": 7e-3, "dk": 7e-3, "dv": 5e-3},
     torch.float16: {"out": 5e-4, "dq": 1e-3, "dk": 1e-3, "dv": 8e-4},
 }
-SMALL_TILES = 101376  # shared memory of sm_86, sm_89 and sm_120, in bytes
+# Shared memory that a GPU grants a thread block, in bytes, which chooses the tiles: None leaves it to the GPU at hand.
+TILES = {"large": None, "middle": 166912, "small": 101376}  # sm_80; sm_86, sm_89 and sm_120
 
 
 @dataclass
@@ -74,7 +76,7 @@ def run(p: Problem, deterministic: bool = False, max_seqlen: int | None = None) 
         cu_q = cu_seqlens(p.q_lengths, q.device)
         cu_k = cu_q if p.k_lengths is p.q_lengths else cu_seqlens(p.k_lengths, q.device)
         longest = [max_seqlen or max(x, default=0) for x in (p.q_lengths, p.k_lengths)]
-        out, lse, _ = fa2.flash_attn_varlen_func(q, k, v, cu_q, cu_k, *longest, **options)
+        out, lse, _ = fa2.flash_attn_varlen_func(q, k, v, cu_q, cu_k, longest[0], longest[1], **options)
     return out.detach(), lse, *torch.autograd.grad(out, (q, k, v), p.dout)
 
 
@@ -111,7 +113,7 @@ def exact(p: Problem, dtype: torch.dtype) -> tuple[list[Tensor], tuple[Tensor, T
     H, group = q.shape[1], q.shape[1] // k.shape[1]
     scale = q.shape[-1] ** -0.5 if p.scale is None else p.scale
     q_doc, q_at, q_len = _places(q_lengths, q.shape[0], -1, q.device)
-    k_doc, k_at, k_len = _places(k_lengths, k.shape[0], -2, q.device)
+    k_doc, k_at, _ = _places(k_lengths, k.shape[0], -2, q.device)
     n_keys = torch.tensor([*k_lengths, 0], device=q.device)[q_doc]
     distance = k_at[None, :] - (q_at + n_keys - q_len)[:, None]
     hidden = q_doc[:, None] != k_doc[None, :]
@@ -183,10 +185,10 @@ def poison(device: torch.device | str) -> None:
 
 @contextmanager
 def tiles(size: str) -> Iterator[None]:
-    """`large` as the GPU allows, or `small`: those of a GPU with 99 KB of shared memory."""
+    """The tiles of a GPU with less shared memory; `large`: as this GPU allows."""
     before = os.environ.pop("FA2_MAX_SHARED_BYTES", None)
-    if size == "small":
-        os.environ["FA2_MAX_SHARED_BYTES"] = str(SMALL_TILES)
+    if (limit := TILES[size]) is not None:
+        os.environ["FA2_MAX_SHARED_BYTES"] = str(limit)
     try:
         yield
     finally:
@@ -222,6 +224,8 @@ def draw(rng: random.Random, device: torch.device | str, tokens: int = 1600) -> 
         return (gain * torch.randn(*shape, generator=generator, device=device)).to(dtype)
 
     q_lengths = k_lengths = None
+    q_shape: tuple[int, ...]
+    k_shape: tuple[int, ...]
     if varlen:
         q_lengths = [length() for _ in range(n)]
         k_lengths = q_lengths if same else [length() for _ in range(n)]
@@ -245,7 +249,7 @@ def draw(rng: random.Random, device: torch.device | str, tokens: int = 1600) -> 
 
 
 def differential(draws: int, seed: int, device: str, seconds: float = math.inf) -> dict[str, Any]:
-    """Run `draws` random problems, large and small tiles in turn; the worst ratios, and every failure in words."""
+    """Run `draws` random problems, the sizes of tiles in turn; the worst ratios, and every failure in words."""
     rng = random.Random(seed)
     worst = dict.fromkeys(NAMES, 0.0)
     worst_at: dict[str, str] = {}
@@ -253,7 +257,7 @@ def differential(draws: int, seed: int, device: str, seconds: float = math.inf) 
     started, done = time.monotonic(), 0
     while done < draws and time.monotonic() - started < seconds:
         p = draw(rng, device)
-        size, deterministic = ("large", "small")[done % 2], rng.random() < 0.3
+        size, deterministic = tuple(TILES)[done % 3], rng.random() < 0.3
         text = f"draw {done}: {size} tiles, deterministic {deterministic}, {p}"
         with tiles(size):
             poison(device)
@@ -275,7 +279,9 @@ def differential(draws: int, seed: int, device: str, seconds: float = math.inf) 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m fa2.bench.correctness", description=(__doc__ or "").split("\n\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m fa2.bench.correctness", description=(__doc__ or "").split("\n\n")[0]
+    )
     parser.add_argument("--draws", type=int, default=2000, help="how many problems (default %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=math.inf, help="stop after this long")
@@ -285,11 +291,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.device == "cuda" and not torch.cuda.is_available():
         print("fa2: --device must be cpu where torch sees no CUDA device, got cuda", file=sys.stderr)
         return 2
-    record = {"machine": machine.describe(args.device), **differential(args.draws, args.seed, args.device, args.seconds)}
+    record = {
+        "machine": machine.describe(args.device),
+        **differential(args.draws, args.seed, args.device, args.seconds),
+    }
     for failure in record["failures"][:20]:
         print(f"FAILED {failure}")
     ratios_text = ", ".join(f"{name} {ratio:.2f}" for name, ratio in record["worst_over_bound"].items())
-    print(f"{record['draws']} draws in {record['seconds']} s, {len(record['failures'])} failures; error/bound {ratios_text}")
+    print(
+        f"{record['draws']} draws in {record['seconds']} s, {len(record['failures'])} failures; "
+        f"error/bound {ratios_text}"
+    )
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps(record, indent=1) + "\n")

@@ -1,4 +1,4 @@
-"""What a record says about where it was made: GPU, driver, clocks, power, torch, CUDA, commit. Reads; changes nothing."""
+"""What a record says about where it was made: GPU, driver, clocks, power, torch, CUDA, commit. Changes nothing."""
 
 from __future__ import annotations
 

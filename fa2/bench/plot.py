@@ -1,11 +1,16 @@
-"""The paper's figure from a record: TFLOP/s over the sequence length, forward and backward, a column for each headdim."""
+"""The paper's figure from a record: TFLOP/s over the sequence length, a column for each headdim."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-STYLE = {"fa2": ("black", "o"), "sdpa_flash": ("tab:blue", "s"), "sdpa_cudnn": ("tab:green", "^"), "eager": ("tab:gray", "x")}
+STYLE = {
+    "fa2": ("black", "o"),
+    "sdpa_flash": ("tab:blue", "s"),
+    "sdpa_cudnn": ("tab:green", "^"),
+    "eager": ("tab:gray", "x"),
+}
 
 
 def plot(record: dict[str, Any], path: Path) -> bool:
@@ -32,7 +37,9 @@ def plot(record: dict[str, Any], path: Path) -> bool:
             chosen.sort(key=lambda r: r["seqlen"])
             # Eager has no bare backward: its autograd one is drawn.
             for peer in dict.fromkeys(name for r in chosen for name in r["backward_autograd"]):
-                named = [(r["seqlen"], r[part].get(peer) or r[f"{part}_autograd"][peer]) for r in chosen if peer in r["both"]]
+                named = [
+                    (r["seqlen"], r[part].get(peer) or r[f"{part}_autograd"][peer]) for r in chosen if peer in r["both"]
+                ]
                 color, marker = STYLE.get(peer, (None, "d"))
                 axis.plot(
                     [x for x, _ in named], [y["tflops"] for _, y in named], label=peer, color=color, marker=marker, ms=4

@@ -1,2 +1,179 @@
-"""stub"""
-def readme_tables(text: str) -> str: return text
+"""`python -m fa2.bench.readme` writes the tables of fa2/README.md from the records in `results/`; `--check` compares.
+
+A table stands between `<!-- table: name -->` and `<!-- end -->`; each name is a function here that makes its text from
+a record. A table whose record is not there yet says which command makes it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+README = Path(__file__).resolve().parents[1] / "README.md"
+RESULTS = Path(__file__).resolve().parent / "results"
+_TABLE = re.compile(r"(<!-- table: (?P<name>\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+Record = dict[str, Any]
+
+
+def _machine(record: Record) -> str:
+    m = record["machine"]
+    words = [m["device"], f"torch {m['torch']}"]
+    words += [f"driver {m['driver']}"] if "driver" in m else []
+    words += [f"commit {m['commit']}"] if m.get("commit") else []
+    return ", ".join([*words, m["date"]])
+
+
+def _pair(row: Record, part: str, peer: str) -> str:
+    """`396 (1.12)`: fa2's TFLOP/s and its ratio to the peer's."""
+    ours, theirs = row[part].get("fa2"), row[part].get(peer)
+    return f"{ours['tflops']:.0f} ({ours['tflops'] / theirs['tflops']:.2f})" if ours and theirs else "–"
+
+
+def _rate(row: Record, part: str, peer: str) -> str:
+    reading = row[part].get(peer) or row[f"{part}_autograd" if part == "backward" else part].get(peer)
+    return f"{reading['tflops']:.0f}" if reading else "–"
+
+
+def _mean(record: Record, key: str) -> str:
+    means = record["geometric_means"].get(key)
+    if not means:
+        return ""
+    parts = ", ".join(
+        f"{part} {means[part]['mean']:.2f} (least {means[part]['least']:.2f})"
+        for part in ("forward", "backward")
+        if part in means
+    )
+    return f"Geometric mean over {key.split('/')[1]}: {parts}."
+
+
+def sweep_table(record: Record) -> str:
+    """The paper's sweep, forward / backward."""
+    lines = [
+        "| headdim, mask | seqlen | fa2 (over SDPA flash), forward | backward | % of the matmul | SDPA flash "
+        "| SDPA cuDNN | eager |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    ceiling = statistics.mean(record["matmul_tflops"])
+    rows = [row for row in record["rows"] if row["suite"] == "paper"]
+    for row in sorted(rows, key=lambda r: (r["headdim"], r["causal"], r["seqlen"])):
+        shares = "/".join(f"{row[part]['fa2']['tflops'] / ceiling:.0%}" for part in ("forward", "backward"))
+        peers = (
+            f"{_rate(row, 'forward', p)}/{_rate(row, 'backward', p)}" for p in ("sdpa_flash", "sdpa_cudnn", "eager")
+        )
+        lines.append(
+            f"| {row['headdim']} {'causal' if row['causal'] else 'full'} | {row['seqlen']} "
+            f"| {_pair(row, 'forward', 'sdpa_flash')} | {_pair(row, 'backward', 'sdpa_flash')} | {shares} "
+            f"| {' | '.join(peers)} |"
+        )
+    first = rows[0]["forward"]["fa2"]
+    spread = max(r["spread"] for row in rows for part in ("forward", "backward") for r in row[part].values())
+    lines += [
+        "",
+        f"TFLOP/s, 16k tokens, hidden 2048, bf16, medians of {first['n']} runs in rounds with the peers; the rounds' "
+        f"own medians differ by at most {spread:.0%}. Eager's backward goes through autograd. "
+        f"{_mean(record, 'paper/sdpa_flash')} Sequences of 1k to 16k count. Matmul 8192³, sustained: {ceiling:.0f}. {_machine(record)}.",
+    ]
+    return "\n".join(lines)
+
+
+def packed_table(record: Record) -> str:
+    """Packed documents and grouped queries."""
+    lines = [
+        "| documents | fa2 (over varlen_attn), forward | backward | varlen_attn | FlexAttention |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for row in (row for row in record["rows"] if row["suite"] == "packed"):
+        peers = (f"{_rate(row, 'forward', p)}/{_rate(row, 'backward', p)}" for p in ("varlen_attn", "flex"))
+        ours = " | ".join(_pair(row, part, "varlen_attn") for part in ("forward", "backward"))
+        lines.append(f"| {row['case']} | {ours} | {' | '.join(peers)} |")
+    lines += [
+        "",
+        "TFLOP/s over the true lengths, causal, 16 heads of 128, 32k tokens. FlexAttention's backward goes through "
+        f"autograd. {_mean(record, 'packed/varlen_attn')}",
+    ]
+    grouped = [row for row in record["rows"] if row["suite"] == "gqa"]
+    if grouped:
+        text = "; ".join(
+            f"{row['seqlen']}: {_pair(row, 'forward', 'sdpa_flash')} and {_pair(row, 'backward', 'sdpa_flash')}"
+            for row in grouped
+        )
+        lines += ["", f"64 query heads over 8 kv heads of 128, causal, over SDPA flash, forward and backward: {text}."]
+    return "\n".join(lines)
+
+
+def deterministic_table(record: Record) -> str:
+    """What a fixed order of dq costs, and the host's time."""
+    lines = ["| headdim | mask | backward, over the time without |", "| --- | --- | --- |"]
+    lines += [
+        f"| {r['headdim']} | {r['mask']} {r['seqlen']} | {r['cost']:.2f} |" for r in record.get("deterministic", [])
+    ]
+    if host := record.get("host_us"):
+        lines += ["", "Host, µs a call: " + ", ".join(f"{name} {us:.0f}" for name, us in host.items()) + "."]
+    return "\n".join(lines)
+
+
+def correctness_table(record: Record) -> str:
+    """The random differential test."""
+    lines = ["| result | worst error over its bound |", "| --- | --- |"]
+    lines += [f"| {name} | {ratio:.2f} |" for name, ratio in record["worst_over_bound"].items()]
+    lines += [
+        "",
+        f"{record['draws']} random problems against float64, {len(record['failures'])} failures. {_machine(record)}.",
+    ]
+    return "\n".join(lines)
+
+
+# Name -> its record in results/, what makes the text, the command that makes the record.
+_BENCH = ("bench_h200/bench.json", "python -m fa2.bench --host-overhead --out fa2/bench/results/bench_h200")
+_RANDOM = (
+    "correctness_h200.json",
+    "python -m fa2.bench.correctness --draws 2000 --out fa2/bench/results/correctness_h200.json",
+)
+TABLES: dict[str, tuple[str, str, Callable[[Record], str]]] = {
+    "sweep": (*_BENCH, sweep_table),
+    "packed": (*_BENCH, packed_table),
+    "deterministic": (*_BENCH, deterministic_table),
+    "correctness": (*_RANDOM, correctness_table),
+}
+
+
+def readme_tables(text: str, results: Path = RESULTS) -> str:
+    """`text` with each table between its markers made anew.
+
+    Raises:
+        KeyError: a marker names a table that does not exist.
+    """
+
+    def made(match: re.Match[str]) -> str:
+        path, command, make = TABLES[match["name"]]
+        if not (results / path).is_file():
+            body = f"No record yet: `{command}`."
+        else:
+            body = make(json.loads((results / path).read_text(encoding="utf-8")))
+        return f"{match[1]}{body}\n{match[3]}"
+
+    return _TABLE.sub(made, text)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m fa2.bench.readme", description="Tables of fa2/README.md.")
+    parser.add_argument("--check", action="store_true", help="change nothing; exit 1 where README and records differ")
+    check = parser.parse_args(argv).check
+    old = README.read_text(encoding="utf-8")
+    new = readme_tables(old)
+    if check:
+        if old != new:
+            print("fa2/README.md differs from the records: run python -m fa2.bench.readme", file=sys.stderr)
+        return int(old != new)
+    README.write_text(new, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

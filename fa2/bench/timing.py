@@ -5,6 +5,7 @@ On a CPU the same code measures with the host's clock, so that it can be tried t
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -28,7 +29,7 @@ class Stopwatch:
             for _ in range(runs):
                 call()
                 marks.append(time.perf_counter())
-            return [1e3 * (b - a) for a, b in zip(marks, marks[1:], strict=False)]
+            return [1e3 * (b - a) for a, b in itertools.pairwise(marks)]
         events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(runs)]
         torch.cuda._sleep(1_000_000)  # half a millisecond, in which the host gets ahead
         for start, end in events:

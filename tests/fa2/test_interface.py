@@ -395,6 +395,25 @@ def test_why_unavailable_says_what_is_missing(dtype, headdim, reason):
     assert fa2.is_available("cuda", dtype, headdim) is False
 
 
+@pytest.mark.parametrize(("capability", "told"), [((7, 5), "got 7.5"), ((6, 1), "got 6.1")])
+def test_an_old_gpu_is_named(monkeypatch, capability, told):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    reason = fa2.why_unavailable("cuda:0", torch.bfloat16, 64)
+    assert reason == f"the GPU must be of compute capability 8.0 or later, {told}"
+
+
+def test_a_gpu_without_library_and_compiler_is_named(monkeypatch, tmp_path):
+    monkeypatch.setenv("FA2_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(fa2.extension, "find_library", lambda architectures: None)
+    monkeypatch.setattr(fa2.extension.nvcc, "find_nvcc", lambda: None)
+    reason = fa2.why_unavailable("cuda:0", torch.bfloat16, 64)
+    assert "the CUDA extension is not built and cannot be built here: nvcc was not found" in reason
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="about a machine without a GPU")
 def test_cuda_tensors_get_a_named_error_not_a_fallback():
     from torch._subclasses import FakeTensorMode
 

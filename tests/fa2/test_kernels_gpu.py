@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import fa2
-from fa2.bench.correctness import Problem, differential, exact, poison, ratios, run, tiles
+from fa2.bench.correctness import TILES, Problem, differential, exact, poison, ratios, run, tiles
 
 DEVICE = os.environ.get("FA2_TEST_DEVICE", "cuda")
 ON_GPU = DEVICE == "cuda"
@@ -22,7 +22,7 @@ DTYPES = (torch.bfloat16, torch.float16)
 HEADDIMS = (40, 59, 64, 80, 96, 111, 128, 160, 192, 224, 256)
 NATIVE = (64, 96, 128, 192, 256)  # one for each size of tile
 
-each_tile_size = pytest.mark.parametrize("size", ["large", "small"] if ON_GPU else ["large"])
+each_tile_size = pytest.mark.parametrize("size", TILES if ON_GPU else ["large"])
 each_headdim = pytest.mark.parametrize("headdim", NATIVE if ON_GPU else (64,))
 
 
@@ -31,7 +31,9 @@ def normal(*shape: int, dtype: torch.dtype = torch.bfloat16, gain: float = 1.0, 
     return (gain * torch.randn(*shape, device=DEVICE, generator=generator)).to(dtype)
 
 
-def varlen(q_lengths, k_lengths=None, heads=(2, 2), headdim=64, dtype=torch.bfloat16, gain=1.0, tail=0, **mask) -> Problem:
+def varlen(
+    q_lengths, k_lengths=None, heads=(2, 2), headdim=64, dtype=torch.bfloat16, gain=1.0, tail=0, **mask
+) -> Problem:
     k_lengths = q_lengths if k_lengths is None else k_lengths
     shapes = [(sum(n) + tail, h, headdim) for n, h in ((q_lengths, heads[0]), (k_lengths, heads[1]))]
     q, dout = normal(*shapes[0], dtype=dtype, gain=gain), normal(*shapes[0], dtype=dtype, seed=3)
@@ -41,7 +43,10 @@ def varlen(q_lengths, k_lengths=None, heads=(2, 2), headdim=64, dtype=torch.bflo
 
 def dense(b, seqlen_q, seqlen_k=None, heads=(2, 2), headdim=64, dtype=torch.bfloat16, gain=1.0, **mask) -> Problem:
     seqlen_k = seqlen_q if seqlen_k is None else seqlen_k
-    q, dout = normal(b, seqlen_q, heads[0], headdim, dtype=dtype, gain=gain), normal(b, seqlen_q, heads[0], headdim, seed=3)
+    q, dout = (
+        normal(b, seqlen_q, heads[0], headdim, dtype=dtype, gain=gain),
+        normal(b, seqlen_q, heads[0], headdim, seed=3),
+    )
     k, v = (normal(b, seqlen_k, heads[1], headdim, dtype=dtype, gain=gain, seed=i) for i in (1, 2))
     return Problem(q, k, v, dout.to(dtype), **mask)
 
@@ -140,7 +145,16 @@ def test_lengths_around_tiles_with_large_values(dtype, size):
         for headdim in (64, 128):
             for n in (1, 31, 32, 33, 63, 64, 65, 127, 128, 129, 191, 193, 1023, 1024):
                 for causal in (True, False):
-                    check(varlen([n], headdim=headdim, dtype=dtype, gain=5.0 if n < 1000 else 1.0, heads=(1, 1), causal=causal))
+                    check(
+                        varlen(
+                            [n],
+                            headdim=headdim,
+                            dtype=dtype,
+                            gain=5.0 if n < 1000 else 1.0,
+                            heads=(1, 1),
+                            causal=causal,
+                        )
+                    )
             check(varlen([113, 203], [203, 113], headdim=headdim, dtype=dtype, gain=5.0, causal=True))
             check(varlen([1023, 1024], [1024, 1023], headdim=headdim, dtype=dtype, heads=(1, 1)))
 
@@ -204,7 +218,9 @@ def test_neighbours_never_meet(headdim, size):
                     x[end:] = -bad
                 out, lse, *grads = poisoned_run(p, True)
                 for part in (slice(0, start), slice(stop, end)):
-                    got, want = ([x[0][part], x[1][:, part], *(g[part] for g in x[2:])] for x in ((out, lse, *grads), clean))
+                    got, want = (
+                        [x[0][part], x[1][:, part], *(g[part] for g in x[2:])] for x in ((out, lse, *grads), clean)
+                    )
                     assert_same_bits(got, want, f"beside {bad}, {p}")
                 for x in (out, *grads):
                     assert (x[end:] == 0).all()
@@ -273,7 +289,10 @@ def views_of(x: Tensor) -> list[tuple[str, Tensor]]:
 @pytest.mark.parametrize("headdim", [64, 80] if ON_GPU else [64])
 def test_strides_change_no_bit(headdim):
     """7: q, k, v and dout transposed, sliced, at odd offsets; dout expanded."""
-    for p in (varlen([100, 60], heads=(4, 2), headdim=headdim, causal=True), dense(2, 90, heads=(4, 2), headdim=headdim)):
+    for p in (
+        varlen([100, 60], heads=(4, 2), headdim=headdim, causal=True),
+        dense(2, 90, heads=(4, 2), headdim=headdim),
+    ):
         plain = check(p, deterministic=True)
         for name in ("q", "k", "v", "dout"):
             original = getattr(p, name)
