@@ -1,9 +1,6 @@
 """fa2's own evidence: `python -m fa2.bench` (speed beside the peers), `python -m fa2.bench.correctness` (random
-problems against float64), and the tables of fa2/README.md that are made from their records in `results/`.
+problems against float64), `python -m fa2.bench.readme` (the tables of fa2/README.md, made from the records in
+`results/`).
 
 Reading order: `cases.py` (what is run), `peers.py` (by whom), `timing.py` (how), `__main__.py`.
 """
-
-from fa2.bench.readme import readme_tables
-
-__all__ = ["readme_tables"]

@@ -77,7 +77,10 @@ def sweep_table(record: Record) -> str:
         "",
         f"TFLOP/s, 16k tokens, hidden 2048, bf16, medians of {first['n']} runs in rounds with the peers; the rounds' "
         f"own medians differ by at most {spread:.0%}. Eager's backward goes through autograd. "
-        f"{_mean(record, 'paper/sdpa_flash')} Sequences of 1k to 16k count. Matmul 8192³, sustained: {ceiling:.0f}. {_machine(record)}.",
+        f"{_mean(record, 'paper/sdpa_flash')} Sequences of 1k to 16k count. Matmul 8192³, sustained: {ceiling:.0f}. "
+        f"{_machine(record)}.",
+        "",
+        f"![the sweep](bench/results/{Path(_BENCH[0]).with_name('bench.png')})",
     ]
     return "\n".join(lines)
 
