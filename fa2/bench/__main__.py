@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import fa2
 from fa2.bench import cases, machine, peers, timing
 from fa2.bench.cases import Case
 from fa2.bench.plot import plot
@@ -144,25 +145,15 @@ class Bench:
         return result
 
     def host_overhead(self) -> dict[str, float]:
-        """Microseconds of the host for one small call: the bare operator, the function, the function with backward."""
+        """Microseconds of the host for one small call: the bare operators, the function, the function with backward."""
         case = Case("packed", "host", (64, 64), 4, 4, 64, True)
-        calls = peers.ours(case, case.tensors(self.device))
-        assert calls.backward is not None, "fa2 has a bare backward"
-
-        def function() -> None:
-            with torch.no_grad():
-                calls_no_grad()
-
         x = case.tensors(self.device)
-        c = x["cu_seqlens"]
-
-        def calls_no_grad() -> Tensor:
-            return peers.fa2.flash_attn_varlen_func(x["q"], x["k"], x["v"], c, c, 64, 64, causal=True)
-
+        calls, c = peers.ours(case, x), x["cu_seqlens"]
+        assert calls.backward is not None, "fa2 has a bare backward"
         named = {
             "operator forward": calls.forward,
             "operator backward": calls.backward,
-            "function": function,
+            "function": lambda: fa2.flash_attn_varlen_func(x["q"], x["k"], x["v"], c, c, 64, 64, causal=True),
             "function and backward": calls.both,
         }
         found = {name: round(timing.host_microseconds(call, self.device), 1) for name, call in named.items()}
@@ -174,16 +165,16 @@ class Bench:
         ceiling = [timing.matmul_ceiling(self.device, *self.args.matmul)]
         print(f"{record['machine']['device']}, torch {torch.__version__}; matmul, sustained: {ceiling[0]:.0f} TFLOP/s")
         print("TFLOP/s forward | backward | both, of fa2 (% of the matmul) and as fa2 over each peer")
+        if self.args.host_overhead:  # before any profiler is attached
+            record["host_us"] = self.host_overhead()
         for name in SUITES:
+            if name == "paper" and self.args.deterministic:  # the sweep is the longest: it comes last
+                record["deterministic"] = self.determinism()
             for case in self.suite(name) if name in self.args.suite else []:
                 if self.time_left():
                     self.measure(case)
                 else:
                     self.left_out.append(f"{name}: {case.name}: out of time")
-        if self.args.deterministic:
-            record["deterministic"] = self.determinism()
-        if self.args.host_overhead:
-            record["host_us"] = self.host_overhead()
         ceiling.append(timing.matmul_ceiling(self.device, *self.args.matmul))
         record["matmul_tflops"] = [round(c, 1) for c in ceiling]
         record["machine"]["after"] = machine.gpu_state()

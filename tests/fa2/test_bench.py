@@ -37,29 +37,10 @@ def test_record(record):
     assert record["host_us"]["operator forward"] > 0
 
 
-def test_packed_and_grouped_cases_run(capsys):
-    assert (
-        bench.main(
-            [
-                *[
-                    "--device",
-                    "cpu",
-                    "--tokens",
-                    "512",
-                    "--headdim",
-                    "128",
-                    "--runs",
-                    "3",
-                    "--peers",
-                    "fa2",
-                    "--suite",
-                    "packed",
-                ]
-            ]
-        )
-        == 0
-    )
-    assert "1 of 512 between 2 x 128 of 2" in capsys.readouterr().out
+def test_packed_cases_run(capsys):
+    words = "--device cpu --tokens 256 --headdim 128 --runs 1 --rounds 1 --peers fa2 --suite packed --no-deterministic"
+    assert bench.main(words.split()) == 0
+    assert "1 of 256 between 2 x 128 of 1" in capsys.readouterr().out
 
 
 def test_flops():
@@ -219,3 +200,17 @@ def test_tables_are_made_from_records(record, tmp_path):
         assert made.count("|") > 4
     with pytest.raises(KeyError):
         readme.readme_tables("<!-- table: nothing -->\n<!-- end -->", tmp_path)
+
+
+@pytest.mark.gpu
+def test_peers_run_on_a_gpu(tmp_path):
+    """Every peer that torch ships is there, runs the kernels it should and gives fa2's numbers."""
+    names = "fa2,sdpa_flash,sdpa_cudnn,eager,varlen_attn"
+    words = f"--tokens 1024 --seqlen 512,1024 --headdim 128 --runs 6 --peers {names} --host-overhead --out {tmp_path}"
+    assert bench.main(words.split()) == 0
+    made = json.loads((tmp_path / "bench.json").read_text())
+    measured = {name for row in made["rows"] for name in row["backward_autograd"]}
+    assert {"fa2", "sdpa_flash", "varlen_attn", "eager"} <= measured, made["left_out"]
+    assert made["matmul_tflops"][0] > 10
+    assert "driver" in made["machine"]
+    assert set(made["geometric_means"]["packed/varlen_attn"]) == set(bench.PARTS)

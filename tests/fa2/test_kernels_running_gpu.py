@@ -451,7 +451,7 @@ q = torch.ones(1, 8, 1, 64, device="cuda", dtype=torch.bfloat16)
 try:
     fa2.flash_attn_func(q, q, q)
 except RuntimeError as error:
-    print(str(error).splitlines()[0])
+    print(error)
 del os.environ["FA2_MAX_SHARED_BYTES"]
 assert (fa2.flash_attn_func(q, q, q) == 1).all()
 """
@@ -462,7 +462,7 @@ def test_a_gpu_with_too_little_shared_memory_is_named():
     root = Path(__file__).resolve().parents[2]
     done = subprocess.run([sys.executable, "-c", NO_ROOM], capture_output=True, text=True, cwd=root, check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("fa2: no kernel for fwd, bfloat16, headdim 64 on sm_"), done.stdout
+    assert "fa2: no kernel for fwd, bfloat16, headdim 64 on sm_" in done.stdout, done.stdout
 
 
 def test_kernels_are_listed():
