@@ -1,18 +1,23 @@
 // Attention backward with mma.sync and cp.async: one thread block owns kBlockN keys of one key/value head, and sums
 // dK and dV on chip over all the query heads of its group.
 //
-//   load K, V
-//   for each query head of the group, for each m_block that sees these keys:
-//     wait for Q, dO, lse, delta[m_block]; start loading the next
-//     S = Q K^T;  dP = dO V^T
-//     P = exp2(S * scale_log2 - lse_log2);  dS = P * (dP - delta);  both to shared memory, rounded
-//     dV += P^T dO;  dK += dS^T Q
-//     dQ accumulator += dS K                fp32, global memory; in a fixed order when deterministic
-//   dk = dK * scale, dv = dV
+//   for n_block of the tile:                one; of a short sequence all of them, in ascending order (tile/walk.cuh)
+//     load K, V[n_block]
+//     for each query head of the group, for each m_block that sees these keys:
+//       wait for Q, dO, lse, delta[m_block]; start loading the next
+//       S = Q K^T;  dP = dO V^T
+//       P = exp2(S * scale_log2 - lse_log2);  dS = P * (dP - delta);  both to shared memory, rounded
+//       dV += P^T dO;  dK += dS^T Q
+//       dQ accumulator += dS K              fp32, global memory; in a fixed order when deterministic
+//         (short: stored by the first n_block that this m_block sees, made into dq by the last)
+//     dk = dK * scale, dv = dV
 //
-// Before it bwd_preprocess.cuh has made lse_log2, delta and a zeroed accumulator; after it bwd_convert.cuh makes dq.
+// Before it bwd_preprocess.cuh has made lse_log2, delta and a zeroed accumulator; after it bwd_convert.cuh makes dq of
+// the sequences that are not short.
 // Shapes: Q, dO kBlockM x kHeadDim; K, V, dK, dV kBlockN x kHeadDim; S, P, dP, dS kBlockM x kBlockN. Read first: config.h.
 #pragma once
+#include <type_traits>
+
 #include "../ptx/global.cuh"
 #include "../ptx/math.cuh"
 #include "../tile/copy.cuh"
@@ -20,9 +25,28 @@
 #include "../tile/mask.cuh"
 #include "../tile/scheduler.cuh"
 #include "../tile/seqlen.cuh"
+#include "../tile/walk.cuh"
 #include "config.h"
 
 namespace fa2::sm80 {
+
+// A short sequence's dq: four values of a row, two columns of `low` and two of `high` 8 columns further. The sum over the
+// key blocks waits in `accum`, where this same lane finds it again; the last key block makes the columns that exist of dq.
+template <class Element>
+__device__ __forceinline__ void pass_dq(float* accum, Element* dq, int columns, float scale, bool first, bool last,
+                                        const float* low, const float* high) {
+  float4 sum = make_float4(low[0], low[1], high[0], high[1]);
+  if (!first) {
+    const float4 before = *reinterpret_cast<const float4*>(accum);
+    sum = make_float4(before.x + sum.x, before.y + sum.y, before.z + sum.z, before.w + sum.w);
+  }
+  if (!last) {
+    *reinterpret_cast<float4*>(accum) = sum;
+  } else {
+    if (columns > 0) *reinterpret_cast<uint32_t*>(dq) = ptx::pack<Element>(sum.x * scale, sum.y * scale);
+    if (columns > 8) *reinterpret_cast<uint32_t*>(dq + 8) = ptx::pack<Element>(sum.z * scale, sum.w * scale);
+  }
+}
 
 template <class Element, class Config>
 __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
@@ -31,15 +55,16 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
   constexpr int kStages = Config::kStages, kThreads = Config::kThreads;
 
   WorkTile tile;
-  if (!find_tile(tile, p, p.nheads_kv, (p.seqlen_k + kBlockN - 1) / kBlockN, false)) return;
+  const Walk walk(p);
+  const int dense_blocks = walk.covers(p.seqlen_q, p.seqlen_k) ? 1 : (p.seqlen_k + kBlockN - 1) / kBlockN;
+  if (!find_tile(tile, p, p.nheads_kv, dense_blocks, false)) return;
   const Sequence sequence(p, tile.bidb, false);
   const Mask mask(sequence.seqlen_q, sequence.seqlen_k, p.window_left, p.window_right);
-  const BlockRange blocks = mask.query_blocks<kBlockM, kBlockN>(tile.block);
 
   const int group = p.nheads_q / p.nheads_kv;
-  const int n_first = tile.block * kBlockN;
   const int chunks = p.headdim / 8;
-  const int columns = sequence.seqlen_k - n_first;  // keys of this tile that exist, if fewer than kBlockN
+  const int first_query = mask.first_query();
+  const bool is_short = Config::kWalk > 0 && walk.covers(sequence.seqlen_q, sequence.seqlen_k);
 
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   const uint32_t shared = ptx::shared_address(shared_memory);
@@ -70,11 +95,17 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
   const auto dkv_ds = dkv_p.shifted(Config::kDs - Config::kP);
   const auto dkv_do = dkv_q.shifted(Config::kDo - Config::kQ);
 
+  const float scale_log2 = p.softmax_scale * 1.4426950408889634f;
+
+  int n_block = tile.block;
+  do {
+  const BlockRange blocks = mask.query_blocks<kBlockM, kBlockN>(n_block);
+  const int n_first = n_block * kBlockN;
+  const int columns = sequence.seqlen_k - n_first;  // keys of this tile that exist, if fewer than kBlockN
   float acc_dk[Config::kRowTilesDkv][Config::kColumnTilesDkv][4];
   float acc_dv[Config::kRowTilesDkv][Config::kColumnTilesDkv][4];
   clear(acc_dk);
   clear(acc_dv);
-  const float scale_log2 = p.softmax_scale * 1.4426950408889634f;
 
   // This thread's part of the next query block: pointers that walk down the sequence, and jump back at a new head.
   const Element *source_q, *source_do;
@@ -94,10 +125,13 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
   };
   const auto load_queries = [&](int m_block, int stage) {
     const int rows = sequence.seqlen_q - m_block * kBlockM;
-    copy_q.load(sQ + stage * Config::kQ_bytes, source_q, p.q_strides.row, rows, chunks);
-    copy_q.load(sDo + stage * Config::kQ_bytes, source_do, p.dout_strides.row, rows, chunks);
-    // Rows past the end: lse 0, delta 0, so P = 1, dS = 0, and dO = 0 keeps them out of dV.
-    if (has_row) ptx::cp_async_4(row_target + stage * Config::kRow_bytes, source_row, row_of_thread < rows);
+    const int first = first_query - m_block * kBlockM;
+    copy_q.load(sQ + stage * Config::kQ_bytes, source_q, p.q_strides.row, rows, chunks, first);
+    copy_q.load(sDo + stage * Config::kQ_bytes, source_do, p.dout_strides.row, rows, chunks, first);
+    // Rows past the end: lse 0, delta 0, so P = 1, dS = 0, and dO = 0 keeps them out of dV. Rows that see no key are
+    // not read either: a NaN there would come through, 0 * NaN.
+    if (has_row)
+      ptx::cp_async_4(row_target + stage * Config::kRow_bytes, source_row, row_of_thread < rows && row_of_thread >= first);
     ptx::cp_async_commit();
     source_q += kBlockM * p.q_strides.row;
     source_do += kBlockM * p.dout_strides.row;
@@ -171,26 +205,44 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
       if (steps > 1) load_next(0);
     }
 
-    {
+    int* turn = nullptr;
+    if (!is_short && p.dq_semaphore != nullptr) {
+      // Key blocks add to a query block in ascending order; each waits only for blocks handed out before it.
+      const int before = n_block - mask.key_blocks<kBlockM, kBlockN>(m_block).first;
+      turn = p.dq_semaphore + (sequence.query_tile(p, tile.bidb, kBlockM) + m_block) * p.nheads_q + head;
+      if (threadIdx.x == 0) while (ptx::load_acquire(turn) != before) __nanosleep(64);
+      __syncthreads();
+    }
+    const int row = m_block * kBlockM + dq_row + lane / 4;
+    const auto make_dq = [&](auto part) {
+      constexpr int kFirst = decltype(part)::value * Config::kColumnTilesDq / 2;
       float acc_dq[Config::kRowTilesDq][Config::kColumnTilesDq][4];
       clear(acc_dq);
-      gemm<Element, kBlockN / 16, Config::kWarpColumnsDq>(acc_dq, dq_ds, 0, dq_k, 0);
-
-      int* turn = nullptr;
-      if (p.dq_semaphore != nullptr) {
-        // Key blocks add to a query block in ascending order; each waits only for blocks handed out before it.
-        const int before = tile.block - mask.key_blocks<kBlockM, kBlockN>(m_block).first;
-        turn = p.dq_semaphore + (sequence.query_tile(p, tile.bidb, kBlockM) + m_block) * p.nheads_q + head;
-        if (threadIdx.x == 0) while (ptx::load_acquire(turn) != before) __nanosleep(64);
-        __syncthreads();
-      }
+      gemm<Element, kBlockN / 16, Config::kWarpColumnsDq, kFirst>(acc_dq, dq_ds, 0, dq_k, 0);
       // A lane's four values of a row and 16 columns lie side by side: see bwd_convert.cuh for the order.
-      const int row = m_block * kBlockM + dq_row + lane / 4;
-      float* gDq = p.dq_accum + (sequence.row_offset(p, head) + row) * kHeadDim + dq_column + lane % 4 * 4;
+      const int column = dq_column + kFirst * Config::kWarpColumnsDq * 16;
+      float* gAccum = p.dq_accum + (sequence.row_offset(p, head) + row) * kHeadDim + column + lane % 4 * 4;
+      if (is_short) {
+        const BlockRange keys = mask.key_blocks<kBlockM, kBlockN>(m_block);
+        auto* gDq = static_cast<Element*>(p.dq) + sequence.query_offset(p.dq_strides, head) + row * p.dq_strides.row +
+                    column + lane % 4 * 2;
+#pragma unroll
+        for (int r = 0; r < Config::kRowTilesDq * 2; ++r) {
+          if (row + r * 8 >= sequence.seqlen_q || n_block >= keys.last) continue;
+#pragma unroll
+          for (int j = 0; j < Config::kColumnTilesDq / 2; ++j)
+            pass_dq<Element>(gAccum + r * 8 * kHeadDim + j * Config::kWarpColumnsDq * 16,
+                             gDq + r * 8 * p.dq_strides.row + j * Config::kWarpColumnsDq * 16,
+                             p.headdim - column - j * Config::kWarpColumnsDq * 16, p.softmax_scale,
+                             n_block == keys.first, n_block + 1 == keys.last, acc_dq[r / 2][2 * j] + r % 2 * 2,
+                             acc_dq[r / 2][2 * j + 1] + r % 2 * 2);
+        }
+        return;
+      }
       const auto add = [&](int r) {
 #pragma unroll
         for (int j = 0; j < Config::kColumnTilesDq / 2; ++j)
-          ptx::red_add_4(gDq + r * 8 * kHeadDim + j * Config::kWarpColumnsDq * 16, acc_dq[r / 2][2 * j][r % 2 * 2],
+          ptx::red_add_4(gAccum + r * 8 * kHeadDim + j * Config::kWarpColumnsDq * 16, acc_dq[r / 2][2 * j][r % 2 * 2],
                          acc_dq[r / 2][2 * j][r % 2 * 2 + 1], acc_dq[r / 2][2 * j + 1][r % 2 * 2],
                          acc_dq[r / 2][2 * j + 1][r % 2 * 2 + 1]);
       };
@@ -202,11 +254,13 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
         for (int r = 0; r < Config::kRowTilesDq * 2; ++r)
           if (row + r * 8 < sequence.seqlen_q) add(r);
       }
-      if (turn != nullptr) {
-        __threadfence();  // this thread's additions come before the turn moves on
-        __syncthreads();
-        if (threadIdx.x == 0) ptx::red_release_add(turn, 1);
-      }
+    };
+    make_dq(std::integral_constant<int, 0>{});
+    if constexpr (Config::kDqParts > 1) make_dq(std::integral_constant<int, 1>{});
+    if (turn != nullptr) {
+      __threadfence();  // this thread's additions come before the turn moves on
+      __syncthreads();
+      if (threadIdx.x == 0) ptx::red_release_add(turn, 1);
     }
     head = next_head;
     m_block = next_m_block;
@@ -229,6 +283,9 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
   copy_kv.store(sV,
                 static_cast<Element*>(p.dv) + sequence.key_offset(p.dv_strides, tile.bidh) + n_first * p.dv_strides.row,
                 p.dv_strides.row, columns, chunks);
+  ++n_block;
+  if (is_short) __syncthreads();  // every warp has read dK and dV, and finished with the last Q, dO, P and dS
+  } while (is_short && n_block * kBlockN < sequence.seqlen_k);
 }
 
 }  // namespace fa2::sm80

@@ -51,8 +51,9 @@ struct Operand {
   }
 };
 
-// acc += A * B^T over kSteps * 16 of K, both from shared memory. B's groups of 16 are kInterleave groups apart.
-template <class Element, int kSteps, int kInterleave, int kRowTiles, int kColumnTiles, class A, class B>
+// acc += A * B^T over kSteps * 16 of K, both from shared memory. B's groups of 16 are kInterleave groups apart; the first
+// is number kFirst.
+template <class Element, int kSteps, int kInterleave, int kFirst = 0, int kRowTiles, int kColumnTiles, class A, class B>
 __device__ __forceinline__ void gemm(float (&acc)[kRowTiles][kColumnTiles][4], const A& a, uint32_t a_offset,
                                      const B& b, uint32_t b_offset) {
 #pragma unroll
@@ -63,7 +64,7 @@ __device__ __forceinline__ void gemm(float (&acc)[kRowTiles][kColumnTiles][4], c
 #pragma unroll
     for (int j = 0; j < kColumnTiles / 2; ++j) {
       uint32_t b_frag[4];
-      b.load(b_frag, j * kInterleave * 16, step * 16, b_offset);
+      b.load(b_frag, (kFirst + j) * kInterleave * 16, step * 16, b_offset);
 #pragma unroll
       for (int i = 0; i < kRowTiles; ++i) {
         ptx::mma_m16n8k16<Element>(acc[i][2 * j], a_frag[i], b_frag[0], b_frag[1]);
