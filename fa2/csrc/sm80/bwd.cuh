@@ -76,10 +76,11 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
   TileCopy<kBlockN, kHeadDim, kThreads> const copy_kv;
 
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  // Corners of this warp's share of S and dP, of dK and dV, and of dQ.
+  // Corners of this warp's share of S and dP, of dK and dV (rows interleaved over the warps, so that 96 keys divide),
+  // and of dQ.
   const int s_row = warp / Config::kWarpColumnsS * Config::kRowTilesS * 16;
   const int s_column = warp % Config::kWarpColumnsS * 16;
-  const int dkv_row = warp / Config::kWarpColumnsDkv * Config::kRowTilesDkv * 16;
+  const int dkv_row = warp / Config::kWarpColumnsDkv * 16;
   const int dkv_column = warp % Config::kWarpColumnsDkv * 16;
   const int dq_row = warp / Config::kWarpColumnsDq * Config::kRowTilesDq * 16;
   const int dq_column = warp % Config::kWarpColumnsDq * 16;
@@ -198,8 +199,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
     }
     __syncthreads();  // all of P and dS is written
 
-    gemm<Element, kBlockM / 16, Config::kWarpColumnsDkv>(acc_dv, dkv_p, 0, dkv_do, q_offset);
-    gemm<Element, kBlockM / 16, Config::kWarpColumnsDkv>(acc_dk, dkv_ds, 0, dkv_q, q_offset);
+    gemm<Element, kBlockM / 16, Config::kWarpColumnsDkv, 0, Config::kWarpRowsDkv>(acc_dv, dkv_p, 0, dkv_do, q_offset);
+    gemm<Element, kBlockM / 16, Config::kWarpColumnsDkv, 0, Config::kWarpRowsDkv>(acc_dk, dkv_ds, 0, dkv_q, q_offset);
     if constexpr (kStages == 1) {
       __syncthreads();  // every warp has finished with Q and dO
       if (steps > 1) load_next(0);
@@ -274,8 +275,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
 #pragma unroll
       for (int e = 0; e < 4; ++e) acc_dk[i][j][e] *= p.softmax_scale;
   __syncthreads();  // every warp has finished with K and V
-  store_shared<Element, kHeadDim, Config::kWarpColumnsDkv>(sK, dkv_row, dkv_column, acc_dk);
-  store_shared<Element, kHeadDim, Config::kWarpColumnsDkv>(sV, dkv_row, dkv_column, acc_dv);
+  store_shared<Element, kHeadDim, Config::kWarpColumnsDkv, Config::kWarpRowsDkv>(sK, dkv_row, dkv_column, acc_dk);
+  store_shared<Element, kHeadDim, Config::kWarpColumnsDkv, Config::kWarpRowsDkv>(sV, dkv_row, dkv_column, acc_dv);
   __syncthreads();  // dK and dV are complete in shared memory
   copy_kv.store(sK,
                 static_cast<Element*>(p.dk) + sequence.key_offset(p.dk_strides, tile.bidh) + n_first * p.dk_strides.row,
