@@ -35,11 +35,9 @@ namespace fa2::sm80 {
 template <class Element>
 __device__ __forceinline__ void pass_dq(float* accum, Element* dq, int columns, float scale, bool first, bool last,
                                         const float* low, const float* high) {
-  float4 sum = make_float4(low[0], low[1], high[0], high[1]);
-  if (!first) {
-    const float4 before = *reinterpret_cast<const float4*>(accum);
-    sum = make_float4(before.x + sum.x, before.y + sum.y, before.z + sum.z, before.w + sum.w);
-  }
+  // 0 + x, as the accumulator does it: a sum of -0 becomes 0.
+  float4 sum = first ? make_float4(0.f, 0.f, 0.f, 0.f) : *reinterpret_cast<const float4*>(accum);
+  sum = make_float4(sum.x + low[0], sum.y + low[1], sum.z + high[0], sum.w + high[1]);
   if (!last) {
     *reinterpret_cast<float4*>(accum) = sum;
   } else {

@@ -20,8 +20,9 @@ cudaError_t launch_bwd_tiles(BwdParams p, cudaStream_t stream) {
   if (error != cudaSuccess) return error;
 
   // A walk over several tiles leaves fewer thread blocks: only where that many are left.
-  p.walk_tile_keys = kBlockN;
-  p.walk_keys = static_cast<int64_t>(p.batch) * p.nheads_kv >= kWalkBlocks ? Config::kWalk * kBlockN : kBlockN;
+  p.walk_tile_keys = Config::kWalk > 0 ? kBlockN : 0;
+  p.walk_keys =
+      static_cast<int64_t>(p.batch) * p.nheads_kv >= kWalkBlocks ? Config::kWalk * kBlockN : p.walk_tile_keys;
   const Walk walk(p);
   const bool varlen = p.cu_seqlens_q != nullptr;
   const bool all_short = !varlen && walk.covers(p.seqlen_q, p.seqlen_k);
