@@ -7,6 +7,7 @@ them is free (CPU tensors), and on a GPU only with FA2_CHECK=1, which synchronis
 from __future__ import annotations
 
 import itertools
+import math
 import operator
 import os
 from typing import Any
@@ -57,6 +58,19 @@ def window(window_size: Any, causal: bool, max_seqlen_k: int) -> tuple[int, int]
     if right >= 0 and right >= max_seqlen_k:
         right = -1
     return left, 0 if causal else right
+
+
+def scale(softmax_scale: Any, headdim: int) -> float:
+    """softmax_scale as a float, 1 / sqrt(headdim) for None."""
+    if softmax_scale is None:
+        return float(headdim**-0.5)
+    try:
+        value = float(softmax_scale)
+    except (TypeError, ValueError):
+        raise refused("softmax_scale", "a finite number greater than 0", softmax_scale) from None
+    if not (math.isfinite(value) and value > 0):
+        raise refused("softmax_scale", "a finite number greater than 0", value)
+    return value
 
 
 def tensors(q: Any, k: Any, v: Any) -> None:

@@ -13,14 +13,13 @@ from torch import Tensor
 from fa2 import checks, extension, ops
 
 
-def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Under autocast, cast as a matmul would: everything but float64 to the region's dtype."""
-    checks.tensors(q, k, v)
-    device_type = q.device.type
+    device_type = tensors[0].device.type
     if device_type == "meta" or not torch.is_autocast_enabled(device_type):
-        return q, k, v
+        return tensors
     dtype = torch.get_autocast_dtype(device_type)
-    return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
+    return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in tensors)
 
 
 def _need_kernel(q: Tensor) -> None:
@@ -39,14 +38,26 @@ def _need_kernel(q: Tensor) -> None:
         raise RuntimeError(f"fa2: {problem}")
 
 
-def _kernel_ready(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+def _kernel_ready(*tensors: Tensor) -> tuple[Tensor, ...]:
     """headdim padded with zeros to a multiple of 8, and one copy where the last dimension is not contiguous."""
-    if q.shape[-1] % 8:
-        return tuple(F.pad(x, (0, -x.shape[-1] % 8)) for x in (q, k, v))
-    # Views where one tensor comes twice: Dynamo refuses a Function that is given the same tensor in two places.
+    if tensors[0].shape[-1] % 8:
+        return tuple(F.pad(x, (0, -x.shape[-1] % 8)) for x in tensors)
+    return tuple(x if x.stride(-1) == 1 or x.numel() == 0 else x.contiguous() for x in tensors)
+
+
+def _apart(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Views where one tensor comes twice: Dynamo refuses a Function that is given the same tensor in two places."""
     k = k.view_as(k) if k is q else k
-    v = v.view_as(v) if v is q or v is k else v
-    return tuple(x if x.stride(-1) == 1 or x.numel() == 0 else x.contiguous() for x in (q, k, v))
+    return q, k, v.view_as(v) if v is q or v is k else v
+
+
+def _attend(function: Any, tensors: tuple[Tensor, ...], rest: tuple[Any, ...], with_lse: bool) -> Any:
+    """Make the checked tensors ready for a kernel, apply the autograd function, cut the padding off."""
+    headdim = tensors[0].shape[-1]
+    _need_kernel(tensors[0])
+    out, lse = function.apply(*_kernel_ready(*tensors), *rest)
+    out = out[..., :headdim] if out.shape[-1] != headdim else out
+    return (out, lse, None) if with_lse else out
 
 
 def _number(max_seqlen: Any) -> int:
@@ -95,16 +106,11 @@ def flash_attn_func(
     Source: FlashAttention-2, arXiv 2307.08691, section 3.1.
     """
     checks.options(dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi_slopes)
+    checks.tensors(q, k, v)
     q, k, v = _autocast(q, k, v)
     checks.dense(q, k, v)
-    left, right = checks.window(window_size, causal, k.shape[1])
-    headdim = q.shape[-1]
-    scale = headdim**-0.5 if softmax_scale is None else float(softmax_scale)
-    _need_kernel(q)
-    q, k, v = _kernel_ready(q, k, v)
-    out, lse = ops.Dense.apply(q, k, v, scale, left, right, deterministic)
-    out = out[..., :headdim] if out.shape[-1] != headdim else out
-    return (out, lse, None) if return_attn_probs else out
+    mask = (checks.scale(softmax_scale, q.shape[-1]), *checks.window(window_size, causal, k.shape[1]))
+    return _attend(ops.Dense, _apart(q, k, v), (*mask, deterministic), return_attn_probs)
 
 
 def flash_attn_varlen_func(
@@ -158,22 +164,15 @@ def flash_attn_varlen_func(
     """
     checks.options(dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi_slopes, block_table=block_table)
     max_seqlen_q, max_seqlen_k = _number(max_seqlen_q), _number(max_seqlen_k)
+    checks.tensors(q, k, v)
     q, k, v = _autocast(q, k, v)
     checks.varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     if checks.values_wanted():
         checks.varlen_values("cu_seqlens_q", cu_seqlens_q, q.shape[0], "max_seqlen_q", max_seqlen_q)
         checks.varlen_values("cu_seqlens_k", cu_seqlens_k, k.shape[0], "max_seqlen_k", max_seqlen_k)
-    left, right = checks.window(window_size, causal, max_seqlen_k)
-    headdim = q.shape[-1]
-    scale = headdim**-0.5 if softmax_scale is None else float(softmax_scale)
-    _need_kernel(q)
-    q, k, v = _kernel_ready(q, k, v)
-    cu_k = None if cu_seqlens_k is cu_seqlens_q else cu_seqlens_k
-    out, lse = ops.Varlen.apply(
-        q, k, v, cu_seqlens_q, cu_k, max_seqlen_q, max_seqlen_k, scale, left, right, deterministic
-    )
-    out = out[..., :headdim] if out.shape[-1] != headdim else out
-    return (out, lse, None) if return_attn_probs else out
+    mask = (checks.scale(softmax_scale, q.shape[-1]), *checks.window(window_size, causal, max_seqlen_k))
+    lengths = (cu_seqlens_q, None if cu_seqlens_k is cu_seqlens_q else cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    return _attend(ops.Varlen, _apart(q, k, v), (*lengths, *mask, deterministic), return_attn_probs)
 
 
 def _unpack(name: str, packed: Tensor, parts: int, dims: int, layout: str) -> tuple[Tensor, ...]:
@@ -202,17 +201,19 @@ def flash_attn_qkvpacked_func(
         The others: as `flash_attn_func`.
 
     Returns:
-        As `flash_attn_func`; the gradient of qkv is one tensor.
+        As `flash_attn_func`; the gradient of qkv is one tensor, which the kernel writes in place.
 
     Raises:
         As `flash_attn_func`.
 
     Source: FlashAttention-2, arXiv 2307.08691, section 3.1.
     """
-    q, k, v = _unpack("qkv", qkv, 3, 5, "(batch, seqlen, 3, nheads, headdim)")
-    return flash_attn_func(
-        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
-    )
+    checks.options(dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi_slopes)
+    _unpack("qkv", qkv, 3, 5, "(batch, seqlen, 3, nheads, headdim)")
+    (qkv,) = _autocast(qkv)
+    checks.dense(*qkv.unbind(dim=-3))
+    mask = (checks.scale(softmax_scale, qkv.shape[-1]), *checks.window(window_size, causal, qkv.shape[1]))
+    return _attend(ops.DenseQkvpacked, (qkv,), (*mask, deterministic), return_attn_probs)
 
 
 def flash_attn_kvpacked_func(
@@ -277,24 +278,15 @@ def flash_attn_varlen_qkvpacked_func(
 
     Source: FlashAttention-2, arXiv 2307.08691, section 3.1.
     """
-    q, k, v = _unpack("qkv", qkv, 3, 4, "(total, 3, nheads, headdim)")
-    return flash_attn_varlen_func(
-        q,
-        k,
-        v,
-        cu_seqlens,
-        cu_seqlens,
-        max_seqlen,
-        max_seqlen,
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        return_attn_probs,
-    )
+    checks.options(dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi_slopes)
+    _unpack("qkv", qkv, 3, 4, "(total, 3, nheads, headdim)")
+    max_seqlen = _number(max_seqlen)
+    (qkv,) = _autocast(qkv)
+    checks.varlen(*qkv.unbind(dim=-3), cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
+    if checks.values_wanted():
+        checks.varlen_values("cu_seqlens", cu_seqlens, qkv.shape[0], "max_seqlen", max_seqlen)
+    mask = (checks.scale(softmax_scale, qkv.shape[-1]), *checks.window(window_size, causal, max_seqlen))
+    return _attend(ops.VarlenQkvpacked, (qkv,), (cu_seqlens, max_seqlen, *mask, deterministic), return_attn_probs)
 
 
 def flash_attn_varlen_kvpacked_func(

@@ -26,6 +26,9 @@ SCHEMAS = (
     " -> (Tensor dq, Tensor dk, Tensor dv)",
     f"bwd_varlen(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, {_LENGTHS}, {_MASK},"
     " bool deterministic) -> (Tensor dq, Tensor dk, Tensor dv)",
+    f"bwd_qkvpacked(Tensor dout, Tensor qkv, Tensor out, Tensor softmax_lse, {_MASK}, bool deterministic) -> Tensor dqkv",
+    "bwd_varlen_qkvpacked(Tensor dout, Tensor qkv, Tensor out, Tensor softmax_lse, Tensor cu_seqlens, int max_seqlen,"
+    f" {_MASK}, bool deterministic) -> Tensor dqkv",
     "delta(Tensor dout, Tensor out) -> Tensor",
     "delta_varlen(Tensor dout, Tensor out, Tensor cu_seqlens_q) -> Tensor",
 )
@@ -56,6 +59,12 @@ def _fwd_varlen_fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tenso
 @torch.library.register_fake("fa2::bwd_varlen", lib=_library)
 def _bwd_fake(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     return _like(q), _like(k), _like(v)
+
+
+@torch.library.register_fake("fa2::bwd_qkvpacked", lib=_library)
+@torch.library.register_fake("fa2::bwd_varlen_qkvpacked", lib=_library)
+def _bwd_qkvpacked_fake(dout: Tensor, qkv: Tensor, *rest: Any) -> Tensor:
+    return _like(qkv)
 
 
 @torch.library.register_fake("fa2::delta", lib=_library)
@@ -128,6 +137,17 @@ def _bwd_varlen_cpu(
     )
 
 
+def _bwd_qkvpacked_cpu(dout: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, *mask: Any) -> Tensor:
+    return torch.stack(_bwd_cpu(dout, *qkv.unbind(-3), out, lse, *mask), dim=-3)
+
+
+def _bwd_varlen_qkvpacked_cpu(
+    dout: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, cu_seqlens: Tensor, max_seqlen: int, *mask: Any
+) -> Tensor:
+    lengths = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
+    return torch.stack(_bwd_varlen_cpu(dout, *qkv.unbind(-3), out, lse, *lengths, *mask), dim=-3)
+
+
 def _delta_cpu(dout: Tensor, out: Tensor) -> Tensor:
     dtype = reference.compute_dtype(out.dtype)
     return (dout.to(dtype) * out.to(dtype)).sum(dim=-1).transpose(-1, -2).contiguous()
@@ -143,6 +163,8 @@ for _name, _kernel in (
     ("fwd_varlen", _fwd_varlen_cpu),
     ("bwd", _bwd_cpu),
     ("bwd_varlen", _bwd_varlen_cpu),
+    ("bwd_qkvpacked", _bwd_qkvpacked_cpu),
+    ("bwd_varlen_qkvpacked", _bwd_varlen_qkvpacked_cpu),
     ("delta", _delta_cpu),
     ("delta_varlen", _delta_varlen_cpu),
 ):
@@ -209,6 +231,51 @@ class Varlen(torch.autograd.Function):
         return dq, dk, dv, None, None, None, None, None, None, None, None
 
 
+class DenseQkvpacked(torch.autograd.Function):
+    """As Dense, of qkv (batch, seqlen, 3, nheads, headdim): its gradient is one tensor, written in place."""
+
+    @staticmethod
+    def forward(ctx: Any, qkv: Tensor, scale: float, left: int, right: int, deterministic: bool) -> Any:
+        out, lse = torch.ops.fa2.fwd(*qkv.unbind(-3), scale, left, right)
+        ctx.save_for_backward(qkv, out, lse)
+        ctx.mask = (scale, left, right, deterministic)
+        ctx.mark_non_differentiable(lse)
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor, _dlse: Tensor) -> Any:
+        return torch.ops.fa2.bwd_qkvpacked(dout, *ctx.saved_tensors, *ctx.mask), None, None, None, None
+
+
+class VarlenQkvpacked(torch.autograd.Function):
+    """As Varlen, of qkv (total, 3, nheads, headdim): its gradient is one tensor, written in place."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        qkv: Tensor,
+        cu_seqlens: Tensor,
+        max_seqlen: int,
+        scale: float,
+        left: int,
+        right: int,
+        deterministic: bool,
+    ) -> Any:
+        lengths = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
+        out, lse = torch.ops.fa2.fwd_varlen(*qkv.unbind(-3), *lengths, scale, left, right)
+        ctx.save_for_backward(qkv, out, lse, cu_seqlens)
+        ctx.rest = (max_seqlen, scale, left, right, deterministic)
+        ctx.mark_non_differentiable(lse)
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor, _dlse: Tensor) -> Any:
+        dqkv = torch.ops.fa2.bwd_varlen_qkvpacked(dout, *ctx.saved_tensors, *ctx.rest)
+        return dqkv, None, None, None, None, None, None
+
+
 # --- FLOPs for FlopCounterMode, in torch's convention for attention: the mask is not counted off, the backward is 2.5
 # times the forward. Varlen counts the true lengths where cu_seqlens can be read, the longest possible ones where not.
 
@@ -266,3 +333,17 @@ def _bwd_varlen_flops(
     _, h, d = q.shape
     lengths = _lengths(q, k, cu_q, cu_k, max_q, max_k)
     return sum(sdpa_backward_flop_count((1, h, m, d), (1, h, m, d), (1, h, n, d), (1, h, n, d)) for m, n in lengths)
+
+
+@register_flop_formula(torch.ops.fa2.bwd_qkvpacked)
+def _bwd_qkvpacked_flops(dout: Any, qkv: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+    b, s, _, h, d = qkv
+    return sdpa_backward_flop_count(*[(b, h, s, d)] * 4)
+
+
+@register_flop_formula(torch.ops.fa2.bwd_varlen_qkvpacked, get_raw=True)
+def _bwd_varlen_qkvpacked_flops(
+    dout: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, cu: Tensor, longest: int, *args: Any, **kwargs: Any
+) -> int:
+    q, k, v = qkv.unbind(-3)
+    return _bwd_varlen_flops(dout, q, k, v, out, lse, cu, cu, longest, longest)

@@ -9,11 +9,14 @@
 #include <torch/headeronly/core/ScalarType.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <optional>
 #include <string>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "dispatch.h"
@@ -190,7 +193,8 @@ void fill(Problem& p, const Tensor& q, const Tensor& k, const Tensor& v, const L
   STD_TORCH_CHECK(p.headdim > 0 && p.headdim % 8 == 0, "fa2: headdim must be a positive multiple of 8, got ", p.headdim);
   STD_TORCH_CHECK(k.size(dims - 1) == p.headdim, "fa2: k must be of q's headdim ", p.headdim, ", got ",
                   k.size(dims - 1));
-  STD_TORCH_CHECK(softmax_scale > 0, "fa2: softmax_scale must be greater than 0, got ", softmax_scale);
+  STD_TORCH_CHECK(std::isfinite(softmax_scale) && softmax_scale > 0,
+                  "fa2: softmax_scale must be a finite number greater than 0, got ", softmax_scale);
   p.softmax_scale = static_cast<float>(softmax_scale);
   constexpr int64_t kUnbounded = std::numeric_limits<int>::max();
   p.window_left = static_cast<int>(std::min(window_left, kUnbounded));
@@ -237,9 +241,11 @@ std::tuple<Tensor, Tensor> run_fwd(Tensor q, Tensor k, Tensor v, const Lengths* 
   q = vectorizable(q);
   k = vectorizable(k);
   v = vectorizable(v);
-  Tensor tiles = torch::stable::new_empty(q, {lengths != nullptr ? tile_list_size(p.total_q, p.batch) : 0},
-                                          ScalarType::Int);
-  p.tiles = static_cast<int32_t*>(tiles.data_ptr());
+  std::optional<Tensor> tiles;  // lives until the launch; its memory returns to the stream's pool
+  if (lengths != nullptr) {
+    tiles = torch::stable::new_empty(q, {tile_list_size(p.total_q, p.batch)}, ScalarType::Int);
+    p.tiles = static_cast<int32_t*>(tiles->data_ptr());
+  }
   p.q = q.data_ptr();
   p.k = k.data_ptr();
   p.v = v.data_ptr();
@@ -253,9 +259,20 @@ std::tuple<Tensor, Tensor> run_fwd(Tensor q, Tensor k, Tensor v, const Lengths* 
   return {out, lse};
 }
 
-std::tuple<Tensor, Tensor, Tensor> run_bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse,
-                                           const Lengths* lengths, double softmax_scale, int64_t window_left,
-                                           int64_t window_right, bool deterministic) {
+// Gradients of q, k and v: three tensors, or the three parts of one.
+struct Gradients {
+  Tensor dq, dk, dv;
+};
+
+// Bytes that one allocation serves several arrays from, each aligned to 256 bytes.
+struct Scratch {
+  int64_t bytes = 0;
+  int64_t take(int64_t size) { return std::exchange(bytes, bytes + (size + 255) / 256 * 256); }
+};
+
+void run_bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, const Tensor& lse, const Gradients& to,
+             const Lengths* lengths, double softmax_scale, int64_t window_left, int64_t window_right,
+             bool deterministic) {
   BwdParams p{};
   const DType dtype = kernel_dtype("q", q);
   fill(p, q, k, v, lengths, softmax_scale, window_left, window_right);
@@ -264,52 +281,69 @@ std::tuple<Tensor, Tensor, Tensor> run_bwd(Tensor dout, Tensor q, Tensor k, Tens
   const std::vector<int64_t> rows = lse_shape(q);
   STD_TORCH_CHECK(lse.scalar_type() == ScalarType::Float && lse.is_contiguous() && shape_of(lse) == rows,
                   "fa2: softmax_lse must be what the forward returned, got ", show(lse.sizes()));
+  if (q.numel() == 0 && k.numel() == 0) return;
   const int device = q.get_device_index();
   const torch::stable::accelerator::DeviceGuard guard(device);
   const Kernel& kernel = kernel_for(Op::kBwd, dtype, p.headdim, device);
-  Tensor dq = torch::stable::new_empty(q, shape_of(q));
-  Tensor dk = torch::stable::new_empty(k, shape_of(k));
-  Tensor dv = torch::stable::new_empty(v, shape_of(v));
-  if (dq.numel() == 0 && dk.numel() == 0) return {dq, dk, dv};
   dout = vectorizable(dout);
   q = vectorizable(q);
   k = vectorizable(k);
   v = vectorizable(v);
   out = vectorizable(out);
-  std::vector<int64_t> accum_shape = rows;
-  accum_shape.push_back(kernel.max_headdim);
   const int64_t tokens = q.dim() == 3 ? q.size(0) : q.size(0) * q.size(1);
-  Tensor lse_log2 = torch::stable::new_empty(lse, rows);
-  Tensor delta = torch::stable::new_empty(lse, rows);
-  Tensor dq_accum = torch::stable::new_empty(lse, accum_shape);
-  Tensor tiles = torch::stable::new_empty(q, {lengths != nullptr ? tile_list_size(p.total_k, p.batch) : 0},
-                                          ScalarType::Int);
-  Tensor semaphore = torch::stable::new_empty(q, {deterministic ? semaphores(tokens, p.batch, p.nheads_q) : 0},
-                                              ScalarType::Int);
-  p.tiles = static_cast<int32_t*>(tiles.data_ptr());
-  p.dq_semaphore = deterministic ? static_cast<int32_t*>(semaphore.data_ptr()) : nullptr;
-  p.lse_log2 = static_cast<float*>(lse_log2.data_ptr());
-  p.delta = static_cast<float*>(delta.data_ptr());
-  p.dq_accum = static_cast<float*>(dq_accum.data_ptr());
+  Scratch scratch;
+  const int64_t lse_log2 = scratch.take(lse.numel() * 4), delta = scratch.take(lse.numel() * 4);
+  const int64_t dq_accum = scratch.take(lse.numel() * kernel.max_headdim * 4);
+  const int64_t tiles = scratch.take(lengths != nullptr ? tile_list_size(p.total_k, p.batch) * 4 : 0);
+  const int64_t semaphore = scratch.take(deterministic ? semaphores(tokens, p.batch, p.nheads_q) * 4 : 0);
+  Tensor buffer = torch::stable::new_empty(q, {scratch.bytes}, ScalarType::Byte);
+  char* const base = static_cast<char*>(buffer.data_ptr());
+  p.lse_log2 = reinterpret_cast<float*>(base + lse_log2);
+  p.delta = reinterpret_cast<float*>(base + delta);
+  p.dq_accum = reinterpret_cast<float*>(base + dq_accum);
+  p.tiles = reinterpret_cast<int32_t*>(base + tiles);
+  p.dq_semaphore = deterministic ? reinterpret_cast<int32_t*>(base + semaphore) : nullptr;
   p.softmax_lse = static_cast<const float*>(lse.data_ptr());
   p.q = q.data_ptr();
   p.k = k.data_ptr();
   p.v = v.data_ptr();
   p.out = out.data_ptr();
   p.dout = dout.data_ptr();
-  p.dq = dq.data_ptr();
-  p.dk = dk.data_ptr();
-  p.dv = dv.data_ptr();
+  p.dq = to.dq.data_ptr();
+  p.dk = to.dk.data_ptr();
+  p.dv = to.dv.data_ptr();
   p.q_strides = strides_of(q);
   p.k_strides = strides_of(k);
   p.v_strides = strides_of(v);
   p.out_strides = strides_of(out);
   p.dout_strides = strides_of(dout);
-  p.dq_strides = strides_of(dq);
-  p.dk_strides = strides_of(dk);
-  p.dv_strides = strides_of(dv);
+  p.dq_strides = strides_of(to.dq);
+  p.dk_strides = strides_of(to.dk);
+  p.dv_strides = strides_of(to.dv);
   launch(kernel, device, &p);
-  return {dq, dk, dv};
+}
+
+std::tuple<Tensor, Tensor, Tensor> run_bwd_apart(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse,
+                                                 const Lengths* lengths, double softmax_scale, int64_t window_left,
+                                                 int64_t window_right, bool deterministic) {
+  const Gradients to{torch::stable::new_empty(q, shape_of(q)), torch::stable::new_empty(k, shape_of(k)),
+                     torch::stable::new_empty(v, shape_of(v))};
+  run_bwd(dout, q, k, v, out, lse, to, lengths, softmax_scale, window_left, window_right, deterministic);
+  return {to.dq, to.dk, to.dv};
+}
+
+// qkv (..., 3, nheads, headdim): the gradient is one tensor of that shape, whose parts the kernel writes in place.
+Tensor run_bwd_packed(Tensor dout, Tensor qkv, Tensor out, Tensor lse, const Lengths* lengths, double softmax_scale,
+                      int64_t window_left, int64_t window_right, bool deterministic) {
+  const int64_t dims = lengths != nullptr ? 4 : 5;
+  STD_TORCH_CHECK(qkv.dim() == dims && qkv.size(dims - 3) == 3, "fa2: qkv must be of shape (..., 3, nheads, headdim) with ",
+                  dims, " dimensions, got ", show(qkv.sizes()));
+  const auto part = [&](const Tensor& packed, int64_t i) { return torch::stable::select(packed, dims - 3, i); };
+  Tensor dqkv = torch::stable::new_empty(qkv, shape_of(qkv));
+  const Gradients to{part(dqkv, 0), part(dqkv, 1), part(dqkv, 2)};
+  run_bwd(dout, part(qkv, 0), part(qkv, 1), part(qkv, 2), out, lse, to, lengths, softmax_scale, window_left,
+          window_right, deterministic);
+  return dqkv;
 }
 
 std::tuple<Tensor, Tensor> fwd(Tensor q, Tensor k, Tensor v, double softmax_scale, int64_t window_left,
@@ -328,7 +362,7 @@ std::tuple<Tensor, Tensor> fwd_varlen(Tensor q, Tensor k, Tensor v, Tensor cu_se
 std::tuple<Tensor, Tensor, Tensor> bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse,
                                        double softmax_scale, int64_t window_left, int64_t window_right,
                                        bool deterministic) {
-  return run_bwd(dout, q, k, v, out, lse, nullptr, softmax_scale, window_left, window_right, deterministic);
+  return run_bwd_apart(dout, q, k, v, out, lse, nullptr, softmax_scale, window_left, window_right, deterministic);
 }
 
 std::tuple<Tensor, Tensor, Tensor> bwd_varlen(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse,
@@ -336,7 +370,18 @@ std::tuple<Tensor, Tensor, Tensor> bwd_varlen(Tensor dout, Tensor q, Tensor k, T
                                               int64_t /*max_seqlen_k*/, double softmax_scale, int64_t window_left,
                                               int64_t window_right, bool deterministic) {
   const Lengths lengths{cu_seqlens_q, cu_seqlens_k};
-  return run_bwd(dout, q, k, v, out, lse, &lengths, softmax_scale, window_left, window_right, deterministic);
+  return run_bwd_apart(dout, q, k, v, out, lse, &lengths, softmax_scale, window_left, window_right, deterministic);
+}
+
+Tensor bwd_qkvpacked(Tensor dout, Tensor qkv, Tensor out, Tensor lse, double softmax_scale, int64_t window_left,
+                     int64_t window_right, bool deterministic) {
+  return run_bwd_packed(dout, qkv, out, lse, nullptr, softmax_scale, window_left, window_right, deterministic);
+}
+
+Tensor bwd_varlen_qkvpacked(Tensor dout, Tensor qkv, Tensor out, Tensor lse, Tensor cu_seqlens, int64_t /*max_seqlen*/,
+                            double softmax_scale, int64_t window_left, int64_t window_right, bool deterministic) {
+  const Lengths lengths{cu_seqlens, cu_seqlens};
+  return run_bwd_packed(dout, qkv, out, lse, &lengths, softmax_scale, window_left, window_right, deterministic);
 }
 
 }  // namespace
@@ -347,6 +392,8 @@ STABLE_TORCH_LIBRARY_IMPL(fa2, CUDA, library) {
   library.impl("fwd_varlen", TORCH_BOX(&fa2::fwd_varlen));
   library.impl("bwd", TORCH_BOX(&fa2::bwd));
   library.impl("bwd_varlen", TORCH_BOX(&fa2::bwd_varlen));
+  library.impl("bwd_qkvpacked", TORCH_BOX(&fa2::bwd_qkvpacked));
+  library.impl("bwd_varlen_qkvpacked", TORCH_BOX(&fa2::bwd_varlen_qkvpacked));
   library.impl("delta", TORCH_BOX(&fa2::delta));
   library.impl("delta_varlen", TORCH_BOX(&fa2::delta_varlen));
 }

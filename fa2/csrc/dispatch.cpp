@@ -34,7 +34,7 @@ Kernel delta_row() {
           sm80::delta_function<kDType, kHeadDim>()};
 }
 
-template <DType kDType, int kHeadDim, bool kSmall>
+template <DType kDType, int kHeadDim, int kGrantKB>
 Kernel fwd_row() {
   return {Op::kFwd,
           "sm80",
@@ -42,12 +42,12 @@ Kernel fwd_row() {
           kHeadDim,
           80,
           kAnyLaterSm,
-          sm80::FwdConfig<kHeadDim, kSmall>::kShared_bytes,
-          erased<FwdParams, sm80::launch_fwd<kDType, kHeadDim, kSmall>>,
-          sm80::fwd_function<kDType, kHeadDim, kSmall>()};
+          kGrantKB * 1024,
+          erased<FwdParams, sm80::launch_fwd<kDType, kHeadDim, kGrantKB>>,
+          sm80::fwd_function<kDType, kHeadDim, kGrantKB>()};
 }
 
-template <DType kDType, int kHeadDim, bool kSmall>
+template <DType kDType, int kHeadDim, int kGrantKB>
 Kernel bwd_row() {
   return {Op::kBwd,
           "sm80",
@@ -55,16 +55,16 @@ Kernel bwd_row() {
           kHeadDim,
           80,
           kAnyLaterSm,
-          sm80::BwdConfig<kHeadDim, kSmall>::kShared_bytes,
-          erased<BwdParams, sm80::launch_bwd<kDType, kHeadDim, kSmall>>,
-          sm80::bwd_function<kDType, kHeadDim, kSmall>()};
+          kGrantKB * 1024,
+          erased<BwdParams, sm80::launch_bwd<kDType, kHeadDim, kGrantKB>>,
+          sm80::bwd_function<kDType, kHeadDim, kGrantKB>()};
 }
 
-// Every headdim with both sizes of tiles.
 template <DType kDType, int... kHeadDims>
 void append_attention(std::vector<Kernel>& kernels) {
-  for (const Kernel& row : {fwd_row<kDType, kHeadDims, false>()..., fwd_row<kDType, kHeadDims, true>()...,
-                            bwd_row<kDType, kHeadDims, false>()..., bwd_row<kDType, kHeadDims, true>()...})
+  for (const Kernel& row : {fwd_row<kDType, kHeadDims, 163>()..., fwd_row<kDType, kHeadDims, 99>()...,
+                            bwd_row<kDType, kHeadDims, 163>()..., bwd_row<kDType, kHeadDims, 99>()...,
+                            fwd_row<kDType, 256, 227>(), bwd_row<kDType, 256, 227>()})
     kernels.push_back(row);
 }
 #endif

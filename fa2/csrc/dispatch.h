@@ -20,7 +20,7 @@ struct Kernel {
   DType dtype;
   int max_headdim;     // serves every multiple of 8 up to this
   int min_sm, max_sm;  // compute capability, 10 * major + minor, both inclusive
-  int shared_bytes;    // shared memory of a thread block, which the GPU must grant
+  int shared_bytes;    // shared memory that the GPU must grant a thread block; the kernel may use less
   cudaError_t (*launch)(const void* params, cudaStream_t stream);
   const void* function;  // the __global__ function: tells whether code for a GPU is there
 };

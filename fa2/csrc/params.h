@@ -55,6 +55,7 @@ struct BwdParams : Problem {
   float* dq_accum;                     // scratch, like softmax_lse times the kernel's headdim
   int32_t* dq_semaphore;               // deterministic: scratch, semaphores() numbers; else null
   Strides q_strides, k_strides, v_strides, out_strides, dout_strides, dq_strides, dk_strides, dv_strides;
+  int walk_tile_keys, walk_keys;       // tile/walk.cuh's limits; the launch sets them from its tiles
 };
 
 // Scratch sizes that serve every kernel: no tile has fewer than kSmallestBlock rows.

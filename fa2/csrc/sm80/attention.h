@@ -1,5 +1,5 @@
-// Host entries of the sm80 attention kernels; inst/ holds the instantiations. kSmall: the tiles for GPUs that give a
-// thread block 99 KB of shared memory (config.h).
+// Host entries of the sm80 attention kernels; inst/ holds the instantiations. kGrantKB: the shared memory that a
+// GPU must grant a thread block, which chooses the tiles (config.h).
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -8,16 +8,16 @@
 
 namespace fa2::sm80 {
 
-template <DType kDType, int kHeadDim, bool kSmall>
+template <DType kDType, int kHeadDim, int kGrantKB>
 cudaError_t launch_fwd(const FwdParams& params, cudaStream_t stream);
 
-template <DType kDType, int kHeadDim, bool kSmall>
+template <DType kDType, int kHeadDim, int kGrantKB>
 const void* fwd_function();
 
-template <DType kDType, int kHeadDim, bool kSmall>
+template <DType kDType, int kHeadDim, int kGrantKB>
 cudaError_t launch_bwd(const BwdParams& params, cudaStream_t stream);
 
-template <DType kDType, int kHeadDim, bool kSmall>
+template <DType kDType, int kHeadDim, int kGrantKB>
 const void* bwd_function();
 
 }  // namespace fa2::sm80

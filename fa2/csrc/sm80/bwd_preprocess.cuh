@@ -1,11 +1,13 @@
-// Before the backward: delta = rowsum(dout * out), lse in log2 units, and zeros in the dq accumulator (and in the
-// semaphores of the deterministic mode). Memory-bound: 8 lanes a row, 16 bytes a lane and load.
+// Before the backward: delta = rowsum(dout * out), lse in log2 units, and zeros in the dq accumulator of the sequences
+// that are not short (and in the semaphores of the deterministic mode). Memory-bound: 8 lanes a row, 16 bytes a lane and
+// load, heads side by side as they lie in memory.
 #pragma once
 #include <cmath>
 #include <cstdint>
 
 #include "../ptx/mma.cuh"
 #include "../params.h"
+#include "../tile/walk.cuh"
 
 namespace fa2::sm80 {
 
@@ -17,9 +19,9 @@ template <class Element, int kHeadDim>
 __global__ void __launch_bounds__(kPreprocessThreads)
     bwd_preprocess(__grid_constant__ const BwdParams p, int rows, int64_t semaphores) {
   const unsigned blocks_per_head = (rows + kPreprocessRows - 1) / kPreprocessRows;
-  const unsigned index = blockIdx.x / blocks_per_head;
-  const int head = index % p.nheads_q, bidb = index / p.nheads_q;
-  const int row = (blockIdx.x % blocks_per_head) * kPreprocessRows + threadIdx.x / 8;
+  const unsigned index = blockIdx.x / p.nheads_q;
+  const int head = blockIdx.x % p.nheads_q, bidb = index / blocks_per_head;
+  const int row = index % blocks_per_head * kPreprocessRows + threadIdx.x / 8;
   const int lane = threadIdx.x % 8;
 
   const int64_t threads = static_cast<int64_t>(gridDim.x) * kPreprocessThreads;
@@ -40,9 +42,11 @@ __global__ void __launch_bounds__(kPreprocessThreads)
       a[i] = exists ? *reinterpret_cast<const uint4*>(out + (i * 8 + lane) * 8) : make_uint4(0, 0, 0, 0);
       b[i] = exists ? *reinterpret_cast<const uint4*>(dout + (i * 8 + lane) * 8) : make_uint4(0, 0, 0, 0);
     }
+    if (!Walk(p).covers_row(p, row)) {
 #pragma unroll
-    for (int i = 0; i < kHeadDim / 32; ++i)
-      *reinterpret_cast<float4*>(accum + (i * 8 + lane) * 4) = make_float4(0.f, 0.f, 0.f, 0.f);
+      for (int i = 0; i < kHeadDim / 32; ++i)
+        *reinterpret_cast<float4*>(accum + (i * 8 + lane) * 4) = make_float4(0.f, 0.f, 0.f, 0.f);
+    }
 #pragma unroll
     for (int i = 0; i < (kHeadDim + 63) / 64; ++i) {
       const uint32_t* x = reinterpret_cast<const uint32_t*>(&a[i]);

@@ -1,5 +1,6 @@
 // Tiles, warps, stages and the shared-memory plan of the sm80 kernels, each on one page.
-// "large" fits a GPU that gives a block 163 KB or more (sm_80, sm_90), "small" one that gives 99 KB (sm_86, 89, 120).
+// kGrantKB: the shared memory that a GPU must grant a thread block: 227 KB sm_90, 163 KB sm_80, 99 KB sm_86, 89, 120. The
+// dispatch takes the largest that fits. A headdim has a 227 KB row only where that measured faster.
 // Read next: fwd.cuh, bwd.cuh.
 #pragma once
 
@@ -21,37 +22,45 @@ struct FwdTile {
   static_assert(kBlockM == kWarps * kRowTiles * 16, "every warp has whole tiles of 16 queries");
 };
 
-template <int kHeadDim, bool kSmall>
+template <int kHeadDim, int kGrantKB>
 struct FwdConfig;
-// kernel-notes.md's FlashAttention-2 tiles, with two stages where two blocks per multiprocessor still fit in 227 KB.
-template <> struct FwdConfig<64, false> : FwdTile<64, 128, 64, 4, 2, 2> {};    // 48 KB x 2
-template <> struct FwdConfig<96, false> : FwdTile<96, 128, 64, 4, 2, 2> {};    // 72 KB x 2
-template <> struct FwdConfig<128, false> : FwdTile<128, 128, 64, 4, 2, 2> {};  // 96 KB x 2 (one block on sm_80)
-template <> struct FwdConfig<192, false> : FwdTile<192, 128, 64, 8, 2, 1> {};  // 144 KB
-template <> struct FwdConfig<256, false> : FwdTile<256, 128, 64, 8, 1, 1> {};  // 128 KB
-template <> struct FwdConfig<64, true> : FwdTile<64, 128, 64, 4, 2, 2> {};     // 48 KB x 2
-template <> struct FwdConfig<96, true> : FwdTile<96, 64, 64, 4, 1, 2> {};      // 36 KB x 2
-template <> struct FwdConfig<128, true> : FwdTile<128, 64, 64, 4, 1, 2> {};    // 48 KB x 2
-template <> struct FwdConfig<192, true> : FwdTile<192, 64, 64, 4, 1, 1> {};    // 72 KB
-template <> struct FwdConfig<256, true> : FwdTile<256, 64, 64, 4, 1, 1> {};    // 96 KB
+// Two blocks per multiprocessor where they fit in 227 KB. Figures: H200, against the tile that it replaced.
+template <> struct FwdConfig<64, 163> : FwdTile<64, 128, 128, 4, 2, 2> {};   // 80 KB x 2; 7 to 13% over 128x64
+template <> struct FwdConfig<96, 163> : FwdTile<96, 128, 64, 4, 2, 2> {};    // 72 KB x 2
+template <> struct FwdConfig<128, 163> : FwdTile<128, 128, 64, 4, 2, 2> {};  // 96 KB x 2 (one block on sm_80)
+template <> struct FwdConfig<192, 163> : FwdTile<192, 128, 64, 8, 2, 1> {};  // 144 KB
+template <> struct FwdConfig<256, 227> : FwdTile<256, 128, 64, 8, 2, 1> {};  // 192 KB; 6% over one stage
+template <> struct FwdConfig<256, 163> : FwdTile<256, 128, 64, 8, 1, 1> {};  // 128 KB
+template <> struct FwdConfig<64, 99> : FwdTile<64, 128, 64, 4, 2, 2> {};     // 48 KB x 2
+template <> struct FwdConfig<96, 99> : FwdTile<96, 64, 64, 4, 1, 2> {};      // 36 KB x 2
+template <> struct FwdConfig<128, 99> : FwdTile<128, 64, 64, 4, 1, 2> {};    // 48 KB x 2
+template <> struct FwdConfig<192, 99> : FwdTile<192, 64, 64, 4, 1, 1> {};    // 72 KB
+template <> struct FwdConfig<256, 99> : FwdTile<256, 64, 64, 4, 1, 1> {};    // 96 KB
+
+// A walk (tile/walk.cuh) takes at most so many keys. Over several key tiles it leaves fewer thread blocks, so only where
+// these are left: about one a multiprocessor.
+constexpr int kMaxWalkKeys = 256, kWalkBlocks = 128;
 
 // Backward: kWarps as kWarpRows x (kWarps / kWarpRows), for S and dP (rows are queries), for dK and dV (keys), for dQ
 // (queries). Square warp tiles read the least shared memory.
+// dQ's columns are made in kDqParts parts, one after the other, where all at once would not fit in the registers.
 template <int kHeadDim_, int kBlockM_, int kBlockN_, int kWarps_, int kStages_, int kWarpRowsS_, int kWarpRowsDkv_,
-          int kWarpRowsDq_, int kMinBlocks_>
+          int kWarpRowsDq_, int kMinBlocks_, int kDqParts_ = 1>
 struct BwdTile {
   static constexpr int kHeadDim = kHeadDim_, kBlockM = kBlockM_, kBlockN = kBlockN_;
   static constexpr int kWarps = kWarps_, kStages = kStages_, kMinBlocks = kMinBlocks_;
   static constexpr int kThreads = kWarps * 32;
+  static constexpr int kWalk = kMaxWalkKeys / kBlockN;  // key tiles that a thread block may take in turn
   static constexpr int kWarpRowsS = kWarpRowsS_, kWarpColumnsS = kWarps / kWarpRowsS;
   static constexpr int kWarpRowsDkv = kWarpRowsDkv_, kWarpColumnsDkv = kWarps / kWarpRowsDkv;
   static constexpr int kWarpRowsDq = kWarpRowsDq_, kWarpColumnsDq = kWarps / kWarpRowsDq;
   static constexpr int kRowTilesS = kBlockM / kWarpRowsS / 16, kColumnTilesS = kBlockN / kWarpColumnsS / 8;
   static constexpr int kRowTilesDkv = kBlockN / kWarpRowsDkv / 16, kColumnTilesDkv = kHeadDim / kWarpColumnsDkv / 8;
-  static constexpr int kRowTilesDq = kBlockM / kWarpRowsDq / 16, kColumnTilesDq = kHeadDim / kWarpColumnsDq / 8;
+  static constexpr int kRowTilesDq = kBlockM / kWarpRowsDq / 16, kDqParts = kDqParts_;
+  static constexpr int kColumnTilesDq = kHeadDim / kWarpColumnsDq / 8 / kDqParts;
   static_assert(kRowTilesS * kWarpRowsS * 16 == kBlockM && kColumnTilesS * kWarpColumnsS * 8 == kBlockN &&
                     kRowTilesDkv * kWarpRowsDkv * 16 == kBlockN && kColumnTilesDkv * kWarpColumnsDkv * 8 == kHeadDim &&
-                    kRowTilesDq * kWarpRowsDq * 16 == kBlockM && kColumnTilesDq * kWarpColumnsDq * 8 == kHeadDim &&
+                    kRowTilesDq * kWarpRowsDq * 16 == kBlockM && kColumnTilesDq * kDqParts * kWarpColumnsDq * 8 == kHeadDim &&
                     kColumnTilesS % 2 == 0 && kColumnTilesDkv % 2 == 0 && kColumnTilesDq % 2 == 0,
                 "every product divides into 16x16 blocks over the warps");
 
@@ -65,18 +74,19 @@ struct BwdTile {
   static constexpr int kShared_bytes = kDelta + kStages * kRow_bytes;
 };
 
-template <int kHeadDim, bool kSmall>
+template <int kHeadDim, int kGrantKB>
 struct BwdConfig;
-template <> struct BwdConfig<64, false> : BwdTile<64, 128, 128, 8, 2, 4, 4, 4, 1> {};   // 162 of 163 KB
-template <> struct BwdConfig<96, false> : BwdTile<96, 64, 128, 8, 2, 2, 4, 4, 1> {};    // 129 KB
-template <> struct BwdConfig<128, false> : BwdTile<128, 64, 128, 8, 2, 2, 4, 2, 1> {};  // 161 of 163 KB
-template <> struct BwdConfig<192, false> : BwdTile<192, 64, 64, 8, 2, 4, 2, 2, 1> {};   // 161 of 163 KB
-template <> struct BwdConfig<256, false> : BwdTile<256, 64, 64, 8, 1, 4, 2, 2, 1> {};   // 145 KB
-template <> struct BwdConfig<64, true> : BwdTile<64, 64, 128, 8, 2, 2, 4, 4, 1> {};     // 97 KB
-template <> struct BwdConfig<96, true> : BwdTile<96, 64, 64, 4, 2, 2, 2, 4, 1> {};      // 89 KB
-template <> struct BwdConfig<128, true> : BwdTile<128, 64, 64, 8, 1, 2, 2, 2, 1> {};    // 81 KB
-template <> struct BwdConfig<192, true> : BwdTile<192, 32, 64, 8, 1, 2, 4, 2, 1> {};    // 80 KB
-template <> struct BwdConfig<256, true> : BwdTile<256, 32, 32, 4, 1, 2, 2, 2, 1> {};    // 68 KB
+template <> struct BwdConfig<64, 163> : BwdTile<64, 64, 64, 4, 2, 2, 2, 2, 3> {};       // 65 KB x 3; 5% over 128x128
+template <> struct BwdConfig<96, 163> : BwdTile<96, 64, 128, 8, 2, 2, 4, 4, 1> {};    // 129 KB
+template <> struct BwdConfig<128, 163> : BwdTile<128, 64, 128, 8, 2, 2, 4, 2, 1> {};  // 161 of 163 KB
+template <> struct BwdConfig<192, 163> : BwdTile<192, 64, 64, 8, 2, 4, 2, 2, 1> {};   // 161 of 163 KB
+template <> struct BwdConfig<256, 227> : BwdTile<256, 64, 64, 8, 2, 4, 2, 2, 1> {};   // 209 KB; 1% over one stage
+template <> struct BwdConfig<256, 163> : BwdTile<256, 64, 64, 8, 1, 4, 2, 2, 1> {};   // 145 KB
+template <> struct BwdConfig<64, 99> : BwdTile<64, 64, 128, 8, 2, 2, 4, 4, 1> {};     // 97 KB
+template <> struct BwdConfig<96, 99> : BwdTile<96, 64, 64, 4, 2, 2, 2, 4, 1> {};      // 89 KB
+template <> struct BwdConfig<128, 99> : BwdTile<128, 64, 64, 8, 1, 2, 2, 2, 1> {};    // 81 KB
+template <> struct BwdConfig<192, 99> : BwdTile<192, 32, 64, 8, 1, 2, 4, 2, 1> {};    // 80 KB
+template <> struct BwdConfig<256, 99> : BwdTile<256, 32, 32, 4, 1, 2, 2, 2, 1> {};    // 68 KB
 
 // delta: bound by memory, so nothing but whole 128-byte lines per request matters. A row of kHeadDim 16-bit
 // numbers is read by kHeadDim / 8 lanes of 16 bytes; at headdim 64 that is one line.

@@ -32,12 +32,12 @@ struct TileCopy {
     return tile + row * row_stride + chunk * 8;
   }
 
-  // Starts copying; `source` is what source() gave, rows and chunks say how much of the tile exists.
+  // Starts copying; `source` is what source() gave, rows [first_row, rows) and chunks say how much of the tile exists.
   template <class Element>
   __device__ __forceinline__ void load(uint32_t tile_base, const Element* source, int64_t row_stride, int rows,
-                                       int chunks) const {
+                                       int chunks, int first_row = 0) const {
     const uint32_t shared = tile_base + shared_offset;
-    if (rows >= kRows && chunks == Tile::kChunks) {
+    if (rows >= kRows && chunks == Tile::kChunks && first_row <= 0) {
 #pragma unroll
       for (int pass = 0; pass < kPasses; ++pass) {
 #pragma unroll
@@ -49,7 +49,7 @@ struct TileCopy {
     } else {
 #pragma unroll
       for (int pass = 0; pass < kPasses; ++pass) {
-        const bool row_exists = row + pass * kRowsPerPass < rows;
+        const bool row_exists = row + pass * kRowsPerPass < rows && row + pass * kRowsPerPass >= first_row;
 #pragma unroll
         for (int step = 0; step < kChunkSteps; ++step)
           ptx::cp_async_16(Tile::advance(shared, pass * kRowsPerPass, step * kThreadsPerRow),

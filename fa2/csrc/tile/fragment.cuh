@@ -51,19 +51,20 @@ struct Operand {
   }
 };
 
-// acc += A * B^T over kSteps * 16 of K, both from shared memory. B's groups of 16 are kInterleave groups apart.
-template <class Element, int kSteps, int kInterleave, int kRowTiles, int kColumnTiles, class A, class B>
+// acc += A * B^T over kSteps * 16 of K, both from shared memory. B's groups of 16 are kInterleave groups apart, the first
+// is number kFirst; A's groups are kRowInterleave apart.
+template <class Element, int kSteps, int kInterleave, int kFirst = 0, int kRowInterleave = 1, int kRowTiles, int kColumnTiles, class A, class B>
 __device__ __forceinline__ void gemm(float (&acc)[kRowTiles][kColumnTiles][4], const A& a, uint32_t a_offset,
                                      const B& b, uint32_t b_offset) {
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
     uint32_t a_frag[kRowTiles][4];
 #pragma unroll
-    for (int i = 0; i < kRowTiles; ++i) a.load(a_frag[i], i * 16, step * 16, a_offset);
+    for (int i = 0; i < kRowTiles; ++i) a.load(a_frag[i], i * kRowInterleave * 16, step * 16, a_offset);
 #pragma unroll
     for (int j = 0; j < kColumnTiles / 2; ++j) {
       uint32_t b_frag[4];
-      b.load(b_frag, j * kInterleave * 16, step * 16, b_offset);
+      b.load(b_frag, (kFirst + j) * kInterleave * 16, step * 16, b_offset);
 #pragma unroll
       for (int i = 0; i < kRowTiles; ++i) {
         ptx::mma_m16n8k16<Element>(acc[i][2 * j], a_frag[i], b_frag[0], b_frag[1]);
@@ -116,7 +117,7 @@ __device__ __forceinline__ void to_operand(uint32_t (&a_frag)[kRowTiles][kColumn
 }
 
 // Rounds an accumulator into a swizzled tile, the warp's corner at (row, column). Free of bank conflicts.
-template <class Element, int kColumns, int kInterleave, int kRowTiles, int kColumnTiles>
+template <class Element, int kColumns, int kInterleave, int kRowInterleave = 1, int kRowTiles, int kColumnTiles>
 __device__ __forceinline__ void store_shared(uint32_t tile_base, int row, int column,
                                              const float (&acc)[kRowTiles][kColumnTiles][4]) {
   using Tile = Swizzle<kColumns>;
@@ -129,7 +130,7 @@ __device__ __forceinline__ void store_shared(uint32_t tile_base, int row, int co
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int chunks = (j / 2) * kInterleave * 2 + j % 2;
-        const uint32_t address = Tile::advance(lane_address, i * 16 + half * 8, chunks);
+        const uint32_t address = Tile::advance(lane_address, i * kRowInterleave * 16 + half * 8, chunks);
         ptx::store_shared_4(address, ptx::pack<Element>(acc[i][j][2 * half], acc[i][j][2 * half + 1]));
       }
 }

@@ -31,6 +31,9 @@ struct Mask {
   __host__ __device__ int key_begin(int i) const { return i + diagonal - left; }
   __host__ __device__ int key_end(int i) const { return min_of(seqlen_k, i + diagonal + right + 1); }
 
+  // The queries before this one see no key, because they lie too far before the first one.
+  __host__ __device__ int first_query() const { return at_least_0(-diagonal - right); }
+
   // Key blocks of kBlockN that queries [i0, i0 + rows) touch.
   template <int kBlockM, int kBlockN>
   __host__ __device__ BlockRange key_blocks(int m_block) const {

@@ -2,6 +2,8 @@
 
 namespace fa2::sm80 {
 
-FA2_INSTANTIATE_BWD(DType::kBFloat16, 256)
+FA2_INSTANTIATE_BWD(DType::kBFloat16, 256, 227)
+FA2_INSTANTIATE_BWD(DType::kBFloat16, 256, 163)
+FA2_INSTANTIATE_BWD(DType::kBFloat16, 256, 99)
 
 }  // namespace fa2::sm80

@@ -2,6 +2,7 @@
 
 namespace fa2::sm80 {
 
-FA2_INSTANTIATE_BWD(DType::kFloat16, 96)
+FA2_INSTANTIATE_BWD(DType::kFloat16, 96, 163)
+FA2_INSTANTIATE_BWD(DType::kFloat16, 96, 99)
 
 }  // namespace fa2::sm80

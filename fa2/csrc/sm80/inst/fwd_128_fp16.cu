@@ -2,6 +2,7 @@
 
 namespace fa2::sm80 {
 
-FA2_INSTANTIATE_FWD(DType::kFloat16, 128)
+FA2_INSTANTIATE_FWD(DType::kFloat16, 128, 163)
+FA2_INSTANTIATE_FWD(DType::kFloat16, 128, 99)
 
 }  // namespace fa2::sm80

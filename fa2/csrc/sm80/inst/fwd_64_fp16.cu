@@ -2,6 +2,7 @@
 
 namespace fa2::sm80 {
 
-FA2_INSTANTIATE_FWD(DType::kFloat16, 64)
+FA2_INSTANTIATE_FWD(DType::kFloat16, 64, 163)
+FA2_INSTANTIATE_FWD(DType::kFloat16, 64, 99)
 
 }  // namespace fa2::sm80
