@@ -10,6 +10,7 @@ import logging
 import os
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,7 +34,7 @@ from train.datamodule import PackedDataModule
 from train.environment import environment
 from train.metrics import build_loggers, last_value, read_metrics
 from train.module import GPTModule
-from train.run_dir import Start, check_same, check_writable, open_directory, plan_start, write_json
+from train.run_dir import Start, check_same, check_writable, locked, open_directory, plan_start, write_json
 from train.schema import RunConfig
 
 if TYPE_CHECKING:
@@ -71,6 +72,11 @@ def fit(config: RunConfig) -> FitResult:
     build.check(config)
     start = plan_start(config, tell, first_rank)
     check_writable(start.run_dir)
+    with locked(start.run_dir) if first_rank else nullcontext():
+        return _fit(config, start, tell, first_rank)
+
+
+def _fit(config: RunConfig, start: Start, tell: Callable[[str], None], first_rank: bool) -> FitResult:
     prepared = build.build_data(config, tell, progress=config.trainer.progress_bar and first_rank)
     model_config = build.build_model_config(config, prepared.tokenizer.vocab_size)
     identity = {

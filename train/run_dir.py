@@ -5,11 +5,14 @@ The files and their keys are listed in `report.py`. Must not know models or trai
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import math
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -182,6 +185,27 @@ def check_writable(run_dir: Path) -> None:
         raise ValueError(
             f"run_root must be a folder that can be written to, got {run_dir} ({error.strerror})"
         ) from error
+
+
+@contextmanager
+def locked(run_dir: Path) -> Iterator[None]:
+    """Holds the run's directory for this process: two runs in one would mix metrics and remove each other's files.
+
+    The system releases the lock however the process ends, and a forked worker does not inherit it.
+
+    Raises:
+        ValueError: another process trains in this directory.
+    """
+    with (run_dir / ".lock").open("a") as file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EAGAIN):
+                raise ValueError(
+                    f"{run_dir} is in use by another process that trains there: wait for it, or name=… starts another"
+                ) from None
+            # otherwise a file system without locks: the run goes on without one
+        yield
 
 
 def _remove_run(run_dir: Path) -> None:

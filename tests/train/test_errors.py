@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -219,3 +221,21 @@ def test_another_model_than_the_checkpoints(mistake: Callable[..., str]) -> None
     assert "model.n_layer is 2 and was 1" in mistake(
         "resume=auto", "model.n_layer=2", "trainer.max_steps=4", name="done"
     )
+
+
+@pytest.mark.parametrize("override", ["overwrite=true", "resume=auto"])
+def test_a_run_that_another_process_trains(mistake: Callable[..., str], folder: Path, override: str) -> None:
+    before = sorted((folder / "runs" / "done").rglob("*"))
+    hold = (
+        "import sys; from pathlib import Path; from train.run_dir import locked\n"
+        "with locked(Path(sys.argv[1])): print('held', flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", hold, str(folder / "runs" / "done")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "held\n"
+        said = mistake(override, name="done")
+        other.kill()
+    assert said.startswith(f"{folder}/runs/done is in use by another process that trains there")
+    assert sorted((folder / "runs" / "done").rglob("*")) == before
+    assert main(arguments(folder, "done", "resume=auto")) == 0, "the lock ends with its process"
