@@ -209,6 +209,8 @@ def _hydra_command_line(command: Command, arguments: list[str]) -> int:
     register_schemas()
     arguments = _quote_texts(command, arguments)
     overrides = [argument for argument in arguments if "=" in argument and not argument.startswith("-")]
+    # argparse takes the overrides of one place only: flags may stand between them all the same
+    arguments = [argument for argument in arguments if argument not in overrides] + overrides
     if not any(argument in ("-h", "--help", "-cd", "--config-dir", "-sc") for argument in arguments):
         for override in overrides:
             _check_override(command, override)

@@ -243,6 +243,14 @@ def test_multirun_runs_one_after_the_other(
     assert [(config.name, config.optim.lr) for config in ran] == [("lr_0.001", 0.001), ("lr_0.002", 0.002)]
 
 
+def test_a_flag_may_stand_between_overrides(
+    ran: list[RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert train_main.main(["trainer.max_steps=70", "-m", "optim.lr=1e-3,2e-3", "name=lr_${optim.lr}"]) == 0
+    assert [(config.optim.lr, config.trainer.max_steps) for config in ran] == [(0.001, 70), (0.002, 70)]
+
+
 def test_a_mistake_inside_a_multirun_is_one_line(
     ran: list[RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
