@@ -191,7 +191,7 @@ def _check(manifest: dict[str, Any], name: str, data: DataConfig, splits: Sequen
         )
     raise ValueError(
         f"data.validation_fraction must give at least one validation document, got {data.validation_fraction} "
-        f"with none among the {distinct} documents of {name}"
+        f"with none among the {distinct} documents of {name}; raise it"
     )
 
 

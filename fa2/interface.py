@@ -211,7 +211,8 @@ def flash_attn_qkvpacked_func(
     checks.options(dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi_slopes)
     _unpack("qkv", qkv, 3, 5, "(batch, seqlen, 3, nheads, headdim)")
     (qkv,) = _autocast(qkv)
-    checks.dense(*qkv.unbind(dim=-3))
+    q, k, v = qkv.unbind(dim=-3)
+    checks.dense(q, k, v)
     mask = (checks.scale(softmax_scale, qkv.shape[-1]), *checks.window(window_size, causal, qkv.shape[1]))
     return _attend(ops.DenseQkvpacked, (qkv,), (*mask, deterministic), return_attn_probs)
 
@@ -282,7 +283,8 @@ def flash_attn_varlen_qkvpacked_func(
     _unpack("qkv", qkv, 3, 4, "(total, 3, nheads, headdim)")
     max_seqlen = _number(max_seqlen)
     (qkv,) = _autocast(qkv)
-    checks.varlen(*qkv.unbind(dim=-3), cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
+    q, k, v = qkv.unbind(dim=-3)
+    checks.varlen(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
     if checks.values_wanted():
         checks.varlen_values("cu_seqlens", cu_seqlens, qkv.shape[0], "max_seqlen", max_seqlen)
     mask = (checks.scale(softmax_scale, qkv.shape[-1]), *checks.window(window_size, causal, max_seqlen))

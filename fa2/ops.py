@@ -26,7 +26,8 @@ SCHEMAS = (
     " -> (Tensor dq, Tensor dk, Tensor dv)",
     f"bwd_varlen(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, {_LENGTHS}, {_MASK},"
     " bool deterministic) -> (Tensor dq, Tensor dk, Tensor dv)",
-    f"bwd_qkvpacked(Tensor dout, Tensor qkv, Tensor out, Tensor softmax_lse, {_MASK}, bool deterministic) -> Tensor dqkv",
+    f"bwd_qkvpacked(Tensor dout, Tensor qkv, Tensor out, Tensor softmax_lse, {_MASK}, bool deterministic)"
+    " -> Tensor dqkv",
     "bwd_varlen_qkvpacked(Tensor dout, Tensor qkv, Tensor out, Tensor softmax_lse, Tensor cu_seqlens, int max_seqlen,"
     f" {_MASK}, bool deterministic) -> Tensor dqkv",
     "delta(Tensor dout, Tensor out) -> Tensor",
@@ -138,14 +139,16 @@ def _bwd_varlen_cpu(
 
 
 def _bwd_qkvpacked_cpu(dout: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, *mask: Any) -> Tensor:
-    return torch.stack(_bwd_cpu(dout, *qkv.unbind(-3), out, lse, *mask), dim=-3)
+    q, k, v = qkv.unbind(-3)
+    return torch.stack(_bwd_cpu(dout, q, k, v, out, lse, *mask), dim=-3)
 
 
 def _bwd_varlen_qkvpacked_cpu(
     dout: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, cu_seqlens: Tensor, max_seqlen: int, *mask: Any
 ) -> Tensor:
-    lengths = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
-    return torch.stack(_bwd_varlen_cpu(dout, *qkv.unbind(-3), out, lse, *lengths, *mask), dim=-3)
+    q, k, v = qkv.unbind(-3)
+    dqkv = _bwd_varlen_cpu(dout, q, k, v, out, lse, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *mask)
+    return torch.stack(dqkv, dim=-3)
 
 
 def _delta_cpu(dout: Tensor, out: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 
 from model.config import GPTConfig
 from train.optim import decay_steps
-from train.schema import RunConfig, Schedule
+from train.schema import Attention, RunConfig, Schedule
 
 if TYPE_CHECKING:
     from data.prepare import Prepared
@@ -37,6 +37,8 @@ def check(config: RunConfig) -> None:
         decay_steps(config.optim, config.trainer.max_steps)
     device = resolve_device(config)
     compute_dtype(resolve_precision(config, device))
+    if config.attention is not Attention.auto:
+        build_attention(config, lambda _: None)  # before hours of tokenizing, not after
     if device.type == "cuda" and config.trainer.devices > torch.cuda.device_count():
         raise ValueError(
             f"trainer.devices must be at most the {torch.cuda.device_count()} GPUs that are there, "

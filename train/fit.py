@@ -34,7 +34,16 @@ from train.datamodule import PackedDataModule
 from train.environment import environment
 from train.metrics import build_loggers, last_value, read_metrics
 from train.module import GPTModule
-from train.run_dir import Start, check_same, check_writable, locked, open_directory, plan_start, write_json
+from train.run_dir import (
+    Start,
+    check_same,
+    check_same_shape,
+    check_writable,
+    locked,
+    open_directory,
+    plan_start,
+    write_json,
+)
 from train.schema import RunConfig
 
 if TYPE_CHECKING:
@@ -77,6 +86,8 @@ def fit(config: RunConfig) -> FitResult:
 
 
 def _fit(config: RunConfig, start: Start, tell: Callable[[str], None], first_rank: bool) -> FitResult:
+    if start.checkpoint is not None:
+        check_same_shape(start.checkpoint, plain(config))
     prepared = build.build_data(config, tell, progress=config.trainer.progress_bar and first_rank)
     model_config = build.build_model_config(config, prepared.tokenizer.vocab_size)
     identity = {

@@ -118,24 +118,39 @@ def check_same(checkpoint: dict[str, Any], identity: dict[str, Any], say: Callab
     Raises:
         ValueError: names what differs.
     """
-    shape = differences(checkpoint["model_config"], identity["model_config"])
-    # memory and speed only: the weights and the loss are the same
-    shape.pop("loss_chunk_tokens", None)
-    if shape:
-        listed = ", ".join(f"model.{key} is {new!r} and was {old!r}" for key, (old, new) in shape.items())
-        raise ValueError(f"resume: the model differs from the checkpoint's: {listed}")
     changed = differences(checkpoint["run_config"], identity["run_config"])
-    for part in ("tokenizer", "data"):
+    for part, decided_by in (("tokenizer", ("tokenizer.", "data.")), ("data", ("data.",))):
         old, new = checkpoint[f"{part}_fingerprint"], identity[f"{part}_fingerprint"]
         if old != new:
-            keys = [key for key in changed if key.startswith(f"{part}.")]
+            # a tokenizer trained here depends on the text too
+            keys = [key for key in changed if key.startswith(decided_by)]
             why = "".join(f", {key} is {changed[key][1]!r} and was {changed[key][0]!r}" for key in keys)
             raise ValueError(f"resume: the {part} differs from the checkpoint's: fingerprint {new}, was {old}{why}")
+    _refuse_other_shape(differences(checkpoint["model_config"], identity["model_config"]))
     # The position in the stream means something only in the stream it was taken from.
     for key, (before, now) in changed.items():
         if key == "seed" or key.startswith("batch."):
             raise ValueError(f"resume: {key} differs from the checkpoint's, is {now!r} and was {before!r}")
     _say_changes(changed, say)
+
+
+def check_same_shape(checkpoint: dict[str, Any], run_config: dict[str, Any]) -> None:
+    """`check_same` for what is known before the data is prepared: every key of the model but its vocabulary.
+
+    Raises:
+        ValueError: names the keys that differ.
+    """
+    shape = differences(checkpoint["run_config"]["model"], run_config["model"])
+    _refuse_other_shape({key: values for key, values in shape.items() if key != "vocab_size"})
+
+
+def _refuse_other_shape(shape: dict[str, tuple[Any, Any]]) -> None:
+    # loss_chunk_tokens is memory and speed only: the weights and the loss are the same
+    listed = ", ".join(
+        f"model.{key} is {new!r} and was {old!r}" for key, (old, new) in shape.items() if key != "loss_chunk_tokens"
+    )
+    if listed:
+        raise ValueError(f"resume: the model differs from the checkpoint's: {listed}")
 
 
 def _say_changes(changed: dict[str, tuple[Any, Any]], say: Callable[[str], None]) -> None:

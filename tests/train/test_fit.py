@@ -24,7 +24,7 @@ from train import build
 from train.checkpoint import list_checkpoints, load_model, plain, read_checkpoint
 from train.fit import FitResult, fit
 from train.metrics import read_metrics
-from train.schema import LoggerConfig, LoggerKind, OptimConfig, RunConfig, Schedule, TrainerConfig
+from train.schema import Attention, LoggerConfig, LoggerKind, OptimConfig, RunConfig, Schedule, TrainerConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 Change = Callable[[RunConfig], RunConfig]
@@ -361,3 +361,20 @@ def test_two_ranks_learn_what_one_does(base: RunConfig, tmp_path: Path) -> None:
     assert [row["loss"] for row in rows] == pytest.approx([one.losses[step] for step in range(1, 5)], rel=1e-5)
     assert rows[-1]["val_loss"] == pytest.approx(one.val_loss, rel=1e-5)
     assert [row["tokens"] for row in rows] == [row["tokens"] for row in read_metrics(one.metrics)]
+
+
+def test_what_is_known_at_the_start_is_refused_before_the_data_is_read(
+    base: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = replace(base, run_root=str(tmp_path), name="early")
+    fit(config)
+
+    def no_data(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("the data was read first")
+
+    monkeypatch.setattr(build, "build_data", no_data)
+    with pytest.raises(ValueError, match="attention=fa2 cannot run here"):
+        fit(replace(config, name="other", attention=Attention.fa2))
+    longer = replace(config.trainer, max_steps=4)
+    with pytest.raises(ValueError, match=r"model\.d_model is 64 and was 32"):
+        fit(replace(config, resume="auto", trainer=longer, model=replace(config.model, d_model=64)))

@@ -372,7 +372,7 @@ def test_auto_without_a_run_starts_at_step_0(base: RunConfig, capsys: pytest.Cap
     ("changes", "message"),
     [
         ({"model": {"d_model": 64}}, r"model differs.*model\.d_model is 64 and was 32"),
-        ({"tokenizer": {"vocab_size": 280}}, r"(model|tokenizer) differs.*vocab_size is"),
+        ({"tokenizer": {"vocab_size": 280}}, r"tokenizer differs.*tokenizer\.vocab_size is 280"),
         ({"data": {"max_documents": 30}}, r"data differs.*data\.max_documents is 30 and was None"),
         ({"batch": {"global_batch_tokens": 128}}, r"batch\.global_batch_tokens differs.*is 128 and was 256"),
         ({"seed": 7}, r"seed differs.*is 7 and was"),
