@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import os
 import platform
 import subprocess
 from pathlib import Path
@@ -32,7 +33,10 @@ def gpu_state() -> dict[str, str]:
 
 
 def commit() -> str | None:
-    """The commit of the checkout, with `+changes` where fa2/ differs from it; None outside a repository."""
+    """The commit of the checkout, with `+changes` where fa2/ differs from it; `FA2_COMMIT` names it for a copy of the
+    files without their history; else None."""
+    if named := os.environ.get("FA2_COMMIT"):
+        return named
     head = _said("git", "rev-parse", "--short=12", "HEAD")
     dirty = _said("git", "status", "--porcelain", "--untracked-files=no", "--", "fa2")
     return f"{head}+changes" if head and dirty else head
