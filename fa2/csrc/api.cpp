@@ -152,8 +152,8 @@ Tensor delta_varlen(Tensor dout, Tensor out, Tensor cu_seqlens_q) {
   return run_delta(dout, out, &cu_seqlens_q);
 }
 
-// --- attention. The public functions have checked what the user gave (fa2/checks.py); here is what would make a kernel
-// read or write outside its tensors.
+// --- attention. The public functions have checked what the user gave (fa2/checks.py); here is what would
+// make a kernel read or write outside its tensors.
 
 struct Lengths {
   Tensor cu_seqlens_q, cu_seqlens_k;
@@ -164,23 +164,25 @@ const int32_t* offsets(const char* argument, const Tensor& cu_seqlens, int devic
                   torch::headeronly::toString(cu_seqlens.scalar_type()));
   STD_TORCH_CHECK(cu_seqlens.is_cuda() && cu_seqlens.get_device_index() == device, "fa2: ", argument,
                   " must be on q's device");
-  STD_TORCH_CHECK(cu_seqlens.dim() == 1 && cu_seqlens.numel() >= 1 && cu_seqlens.is_contiguous(), "fa2: ", argument,
-                  " must be of shape (batch + 1,) and contiguous, got ", show(cu_seqlens.sizes()));
+  STD_TORCH_CHECK(cu_seqlens.dim() == 1 && cu_seqlens.numel() >= 1 && cu_seqlens.is_contiguous(),
+                  "fa2: ", argument, " must be of shape (batch + 1,) and contiguous, got ",
+                  show(cu_seqlens.sizes()));
   return static_cast<const int32_t*>(cu_seqlens.data_ptr());
 }
 
 void check_same(const char* argument, const Tensor& x, const char* other, const Tensor& y, bool shape) {
-  STD_TORCH_CHECK(x.dim() == y.dim() && (!shape || std::equal(x.sizes().begin(), x.sizes().end(), y.sizes().begin())),
-                  "fa2: ", argument, " must be of ", other, "'s shape ", show(y.sizes()), ", got ", show(x.sizes()));
-  STD_TORCH_CHECK(x.scalar_type() == y.scalar_type(), "fa2: ", argument, " must be of ", other, "'s dtype, got ",
-                  torch::headeronly::toString(x.scalar_type()));
-  STD_TORCH_CHECK(x.is_cuda() && x.get_device_index() == y.get_device_index(), "fa2: ", argument, " must be on ", other,
-                  "'s device");
+  STD_TORCH_CHECK(
+      x.dim() == y.dim() && (!shape || std::equal(x.sizes().begin(), x.sizes().end(), y.sizes().begin())),
+      "fa2: ", argument, " must be of ", other, "'s shape ", show(y.sizes()), ", got ", show(x.sizes()));
+  STD_TORCH_CHECK(x.scalar_type() == y.scalar_type(), "fa2: ", argument, " must be of ", other,
+                  "'s dtype, got ", torch::headeronly::toString(x.scalar_type()));
+  STD_TORCH_CHECK(x.is_cuda() && x.get_device_index() == y.get_device_index(), "fa2: ", argument,
+                  " must be on ", other, "'s device");
 }
 
 // What forward and backward have in common; checks q, k and v.
-void fill(Problem& p, const Tensor& q, const Tensor& k, const Tensor& v, const Lengths* lengths, double softmax_scale,
-          int64_t window_left, int64_t window_right) {
+void fill(Problem& p, const Tensor& q, const Tensor& k, const Tensor& v, const Lengths* lengths,
+          double softmax_scale, int64_t window_left, int64_t window_right) {
   const int64_t dims = lengths != nullptr ? 3 : 4;
   STD_TORCH_CHECK(q.dim() == dims, "fa2: q must have ", dims, " dimensions, got ", show(q.sizes()));
   check_same("k", k, "q", q, false);
@@ -189,8 +191,10 @@ void fill(Problem& p, const Tensor& q, const Tensor& k, const Tensor& v, const L
   p.nheads_kv = as_int("nheads_kv", k.size(dims - 2));
   p.headdim = as_int("headdim", q.size(dims - 1));
   STD_TORCH_CHECK(p.nheads_kv > 0 && p.nheads_q > 0 && p.nheads_q % p.nheads_kv == 0,
-                  "fa2: nheads_q must be a positive multiple of nheads_kv (", p.nheads_kv, "), got ", p.nheads_q);
-  STD_TORCH_CHECK(p.headdim > 0 && p.headdim % 8 == 0, "fa2: headdim must be a positive multiple of 8, got ", p.headdim);
+                  "fa2: nheads_q must be a positive multiple of nheads_kv (", p.nheads_kv, "), got ",
+                  p.nheads_q);
+  STD_TORCH_CHECK(p.headdim > 0 && p.headdim % 8 == 0, "fa2: headdim must be a positive multiple of 8, got ",
+                  p.headdim);
   STD_TORCH_CHECK(k.size(dims - 1) == p.headdim, "fa2: k must be of q's headdim ", p.headdim, ", got ",
                   k.size(dims - 1));
   STD_TORCH_CHECK(std::isfinite(softmax_scale) && softmax_scale > 0,
@@ -210,8 +214,9 @@ void fill(Problem& p, const Tensor& q, const Tensor& k, const Tensor& v, const L
     p.cu_seqlens_q = offsets("cu_seqlens_q", lengths->cu_seqlens_q, q.get_device_index());
     p.cu_seqlens_k = offsets("cu_seqlens_k", lengths->cu_seqlens_k, q.get_device_index());
     p.batch = as_int("batch", lengths->cu_seqlens_q.numel() - 1);
-    STD_TORCH_CHECK(lengths->cu_seqlens_k.numel() == p.batch + 1, "fa2: cu_seqlens_k must be of cu_seqlens_q's shape (",
-                    p.batch + 1, ",), got ", show(lengths->cu_seqlens_k.sizes()));
+    STD_TORCH_CHECK(lengths->cu_seqlens_k.numel() == p.batch + 1,
+                    "fa2: cu_seqlens_k must be of cu_seqlens_q's shape (", p.batch + 1, ",), got ",
+                    show(lengths->cu_seqlens_k.sizes()));
     p.total_q = as_int("total_q", rows);
     p.total_k = as_int("total_k", k.size(0));
   }
@@ -323,22 +328,27 @@ void run_bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, const Tensor
   launch(kernel, device, &p);
 }
 
-std::tuple<Tensor, Tensor, Tensor> run_bwd_apart(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse,
-                                                 const Lengths* lengths, double softmax_scale, int64_t window_left,
-                                                 int64_t window_right, bool deterministic) {
+std::tuple<Tensor, Tensor, Tensor> run_bwd_apart(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out,
+                                                 Tensor lse, const Lengths* lengths, double softmax_scale,
+                                                 int64_t window_left, int64_t window_right,
+                                                 bool deterministic) {
   const Gradients to{torch::stable::new_empty(q, shape_of(q)), torch::stable::new_empty(k, shape_of(k)),
                      torch::stable::new_empty(v, shape_of(v))};
   run_bwd(dout, q, k, v, out, lse, to, lengths, softmax_scale, window_left, window_right, deterministic);
   return {to.dq, to.dk, to.dv};
 }
 
-// qkv (..., 3, nheads, headdim): the gradient is one tensor of that shape, whose parts the kernel writes in place.
-Tensor run_bwd_packed(Tensor dout, Tensor qkv, Tensor out, Tensor lse, const Lengths* lengths, double softmax_scale,
-                      int64_t window_left, int64_t window_right, bool deterministic) {
+// qkv (..., 3, nheads, headdim): the gradient is one tensor of that shape, whose parts the kernel writes in
+// place.
+Tensor run_bwd_packed(Tensor dout, Tensor qkv, Tensor out, Tensor lse, const Lengths* lengths,
+                      double softmax_scale, int64_t window_left, int64_t window_right, bool deterministic) {
   const int64_t dims = lengths != nullptr ? 4 : 5;
-  STD_TORCH_CHECK(qkv.dim() == dims && qkv.size(dims - 3) == 3, "fa2: qkv must be of shape (..., 3, nheads, headdim) with ",
-                  dims, " dimensions, got ", show(qkv.sizes()));
-  const auto part = [&](const Tensor& packed, int64_t i) { return torch::stable::select(packed, dims - 3, i); };
+  STD_TORCH_CHECK(qkv.dim() == dims && qkv.size(dims - 3) == 3,
+                  "fa2: qkv must be of shape (..., 3, nheads, headdim) with ", dims, " dimensions, got ",
+                  show(qkv.sizes()));
+  const auto part = [&](const Tensor& packed, int64_t i) {
+    return torch::stable::select(packed, dims - 3, i);
+  };
   Tensor dqkv = torch::stable::new_empty(qkv, shape_of(qkv));
   const Gradients to{part(dqkv, 0), part(dqkv, 1), part(dqkv, 2)};
   run_bwd(dout, part(qkv, 0), part(qkv, 1), part(qkv, 2), out, lse, to, lengths, softmax_scale, window_left,
@@ -353,8 +363,8 @@ std::tuple<Tensor, Tensor> fwd(Tensor q, Tensor k, Tensor v, double softmax_scal
 
 // max_seqlen plays no part: the kernels work by the true lengths.
 std::tuple<Tensor, Tensor> fwd_varlen(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k,
-                                      int64_t /*max_seqlen_q*/, int64_t /*max_seqlen_k*/, double softmax_scale,
-                                      int64_t window_left, int64_t window_right) {
+                                      int64_t /*max_seqlen_q*/, int64_t /*max_seqlen_k*/,
+                                      double softmax_scale, int64_t window_left, int64_t window_right) {
   const Lengths lengths{cu_seqlens_q, cu_seqlens_k};
   return run_fwd(q, k, v, &lengths, softmax_scale, window_left, window_right);
 }
@@ -362,26 +372,32 @@ std::tuple<Tensor, Tensor> fwd_varlen(Tensor q, Tensor k, Tensor v, Tensor cu_se
 std::tuple<Tensor, Tensor, Tensor> bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse,
                                        double softmax_scale, int64_t window_left, int64_t window_right,
                                        bool deterministic) {
-  return run_bwd_apart(dout, q, k, v, out, lse, nullptr, softmax_scale, window_left, window_right, deterministic);
+  return run_bwd_apart(dout, q, k, v, out, lse, nullptr, softmax_scale, window_left, window_right,
+                       deterministic);
 }
 
-std::tuple<Tensor, Tensor, Tensor> bwd_varlen(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse,
-                                              Tensor cu_seqlens_q, Tensor cu_seqlens_k, int64_t /*max_seqlen_q*/,
-                                              int64_t /*max_seqlen_k*/, double softmax_scale, int64_t window_left,
-                                              int64_t window_right, bool deterministic) {
+std::tuple<Tensor, Tensor, Tensor> bwd_varlen(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out,
+                                              Tensor lse, Tensor cu_seqlens_q, Tensor cu_seqlens_k,
+                                              int64_t /*max_seqlen_q*/, int64_t /*max_seqlen_k*/,
+                                              double softmax_scale, int64_t window_left, int64_t window_right,
+                                              bool deterministic) {
   const Lengths lengths{cu_seqlens_q, cu_seqlens_k};
-  return run_bwd_apart(dout, q, k, v, out, lse, &lengths, softmax_scale, window_left, window_right, deterministic);
+  return run_bwd_apart(dout, q, k, v, out, lse, &lengths, softmax_scale, window_left, window_right,
+                       deterministic);
 }
 
-Tensor bwd_qkvpacked(Tensor dout, Tensor qkv, Tensor out, Tensor lse, double softmax_scale, int64_t window_left,
-                     int64_t window_right, bool deterministic) {
-  return run_bwd_packed(dout, qkv, out, lse, nullptr, softmax_scale, window_left, window_right, deterministic);
+Tensor bwd_qkvpacked(Tensor dout, Tensor qkv, Tensor out, Tensor lse, double softmax_scale,
+                     int64_t window_left, int64_t window_right, bool deterministic) {
+  return run_bwd_packed(dout, qkv, out, lse, nullptr, softmax_scale, window_left, window_right,
+                        deterministic);
 }
 
-Tensor bwd_varlen_qkvpacked(Tensor dout, Tensor qkv, Tensor out, Tensor lse, Tensor cu_seqlens, int64_t /*max_seqlen*/,
-                            double softmax_scale, int64_t window_left, int64_t window_right, bool deterministic) {
+Tensor bwd_varlen_qkvpacked(Tensor dout, Tensor qkv, Tensor out, Tensor lse, Tensor cu_seqlens,
+                            int64_t /*max_seqlen*/, double softmax_scale, int64_t window_left,
+                            int64_t window_right, bool deterministic) {
   const Lengths lengths{cu_seqlens, cu_seqlens};
-  return run_bwd_packed(dout, qkv, out, lse, &lengths, softmax_scale, window_left, window_right, deterministic);
+  return run_bwd_packed(dout, qkv, out, lse, &lengths, softmax_scale, window_left, window_right,
+                        deterministic);
 }
 
 }  // namespace

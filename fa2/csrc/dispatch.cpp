@@ -64,6 +64,7 @@ template <DType kDType, int... kHeadDims>
 void append_attention(std::vector<Kernel>& kernels) {
   for (const Kernel& row : {fwd_row<kDType, kHeadDims, 163>()..., fwd_row<kDType, kHeadDims, 99>()...,
                             bwd_row<kDType, kHeadDims, 163>()..., bwd_row<kDType, kHeadDims, 99>()...,
+                            fwd_row<kDType, 192, 227>(), bwd_row<kDType, 192, 227>(),
                             fwd_row<kDType, 256, 227>(), bwd_row<kDType, 256, 227>()})
     kernels.push_back(row);
 }
@@ -115,7 +116,9 @@ const Kernel* find_kernel(Op op, DType dtype, int headdim, int sm, int shared_by
     if (kernel.op != op || kernel.dtype != dtype || kernel.max_headdim < headdim || !runs_on(kernel, sm) ||
         kernel.shared_bytes > shared_bytes)
       continue;
-    const auto rank = [](const Kernel& k) { return std::make_tuple(-k.min_sm, k.max_headdim, -k.shared_bytes); };
+    const auto rank = [](const Kernel& k) {
+      return std::make_tuple(-k.min_sm, k.max_headdim, -k.shared_bytes);
+    };
     if (best == nullptr || rank(kernel) < rank(*best)) best = &kernel;
   }
   return best;
@@ -144,7 +147,8 @@ const std::string& kernels_json() {
     for (const Kernel& kernel : table()) {
       text << separator << "{\"op\": \"" << name(kernel.op) << "\", \"family\": \"" << kernel.family
            << "\", \"dtype\": \"" << name(kernel.dtype) << "\", \"max_headdim\": " << kernel.max_headdim
-           << ", \"shared_bytes\": " << kernel.shared_bytes << ", \"min_sm\": " << kernel.min_sm << ", \"max_sm\": " << kernel.max_sm << "}";
+           << ", \"shared_bytes\": " << kernel.shared_bytes << ", \"min_sm\": " << kernel.min_sm
+           << ", \"max_sm\": " << kernel.max_sm << "}";
       separator = ", ";
     }
     text << "]";

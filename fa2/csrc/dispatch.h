@@ -25,8 +25,8 @@ struct Kernel {
   const void* function;  // the __global__ function: tells whether code for a GPU is there
 };
 
-// The kernel of the smallest headdim that fits, the latest family and the largest tiles first; null when there is
-// none. shared_bytes is what a thread block may have.
+// The kernel of the smallest headdim that fits, the latest family and the largest tiles first; null when
+// there is none. shared_bytes is what a thread block may have.
 const Kernel* find_kernel(Op op, DType dtype, int headdim, int sm, int shared_bytes);
 
 // "no kernel for delta, float16, headdim 512 on sm_75; have delta: ..."

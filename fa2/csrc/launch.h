@@ -30,8 +30,8 @@ inline cudaError_t compute_capability(int device, int* sm) {
   return cudaSuccess;
 }
 
-// Shared memory that a thread block may opt in to, in bytes. FA2_MAX_SHARED_BYTES lowers it, so that a large GPU can run
-// (and test) the tiles of a small one; read each time, because tests change it.
+// Shared memory that a thread block may opt in to, in bytes. FA2_MAX_SHARED_BYTES lowers it, so that a large
+// GPU can run (and test) the tiles of a small one; read each time, because tests change it.
 inline cudaError_t shared_memory_limit(int device, int* bytes) {
   static std::array<std::atomic<int>, kMaxDevices> known{};
   *bytes = device < kMaxDevices ? known[device].load(std::memory_order_relaxed) : 0;

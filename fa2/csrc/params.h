@@ -26,18 +26,19 @@ struct DeltaParams {
 };
 
 // One attention problem, forward or backward. Dense: every sequence has seqlen_q queries and seqlen_k keys.
-// Varlen: sequence i holds the tokens cu_seqlens[i] to cu_seqlens[i + 1], and tokens past the last one are nobody's.
-// Tensors are (batch, row, head, headdim) with strides, fp32 arrays (lse and the like) have lse_batch and lse_head.
+// Varlen: sequence i holds the tokens cu_seqlens[i] to cu_seqlens[i + 1], and tokens past the last one are
+// nobody's. Tensors are (batch, row, head, headdim) with strides, fp32 arrays (lse and the like) have
+// lse_batch and lse_head.
 struct Problem {
   int batch, nheads_q, nheads_kv, headdim;
-  int seqlen_q, seqlen_k;              // dense
-  int total_q, total_k;                // varlen
-  const int32_t* cu_seqlens_q;         // null: dense
+  int seqlen_q, seqlen_k;       // dense
+  int total_q, total_k;         // varlen
+  const int32_t* cu_seqlens_q;  // null: dense
   const int32_t* cu_seqlens_k;
   float softmax_scale;
-  int window_left, window_right;       // -1: unbounded; causal is (-1, 0)
+  int window_left, window_right;  // -1: unbounded; causal is (-1, 0)
   int64_t lse_batch, lse_head;
-  int32_t* tiles;                      // varlen: scratch for tile/schedule.cuh, tile_list_size() numbers
+  int32_t* tiles;  // varlen: scratch for tile/schedule.cuh, tile_list_size() numbers
 };
 
 struct FwdParams : Problem {
@@ -51,16 +52,17 @@ struct BwdParams : Problem {
   const void *q, *k, *v, *out, *dout;
   void *dq, *dk, *dv;
   const float* softmax_lse;
-  float *lse_log2, *delta;             // scratch, like softmax_lse
-  float* dq_accum;                     // scratch, like softmax_lse times the kernel's headdim
-  int32_t* dq_semaphore;               // deterministic: scratch, semaphores() numbers; else null
+  float *lse_log2, *delta;  // scratch, like softmax_lse
+  float* dq_accum;          // scratch, like softmax_lse times the kernel's headdim
+  int32_t* dq_semaphore;    // deterministic: scratch, semaphores() numbers; else null
   Strides q_strides, k_strides, v_strides, out_strides, dout_strides, dq_strides, dk_strides, dv_strides;
-  int walk_tile_keys, walk_keys;       // tile/walk.cuh's limits; the launch sets them from its tiles
 };
 
 // Scratch sizes that serve every kernel: no tile has fewer than kSmallestBlock rows.
 constexpr int kSmallestBlock = 32;
-inline int64_t tile_list_size(int64_t total, int64_t batch) { return 2 + 2 * (total / kSmallestBlock + batch + 1); }
+inline int64_t tile_list_size(int64_t total, int64_t batch) {
+  return 2 + 2 * (total / kSmallestBlock + batch + 1);
+}
 inline int64_t semaphores(int64_t tokens, int64_t batch, int64_t nheads) {
   return (tokens / kSmallestBlock + batch + 1) * nheads;
 }

@@ -7,7 +7,8 @@ namespace fa2::ptx {
 // target[0..3] += value, without returning anything. One instruction from sm_90 on, four before.
 __device__ __forceinline__ void red_add_4(float* target, float x, float y, float z, float w) {
 #if __CUDA_ARCH__ >= 900
-  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(target), "f"(x), "f"(y), "f"(z), "f"(w)
+  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(target), "f"(x), "f"(y),
+               "f"(z), "f"(w)
                : "memory");
 #else
   asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(target), "f"(x) : "memory");

@@ -1,5 +1,5 @@
-// Host entries of the sm80 attention kernels; inst/ holds the instantiations. kGrantKB: the shared memory that a
-// GPU must grant a thread block, which chooses the tiles (config.h).
+// Host entries of the sm80 attention kernels; inst/ holds the instantiations. kGrantKB: the shared memory
+// that a GPU must grant a thread block, which chooses the tiles (config.h).
 #pragma once
 
 #include <cuda_runtime_api.h>

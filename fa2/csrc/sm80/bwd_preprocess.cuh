@@ -1,20 +1,20 @@
-// Before the backward: delta = rowsum(dout * out), lse in log2 units, and zeros in the dq accumulator of the sequences
-// that are not short (and in the semaphores of the deterministic mode). Memory-bound: 8 lanes a row, 16 bytes a lane and
+// Before the backward: delta = rowsum(dout * out), lse in log2 units, and zeros in the dq accumulator
+// (and in the semaphores of the deterministic mode). Memory-bound: 8 lanes a row, 16 bytes a lane and
 // load, heads side by side as they lie in memory.
 #pragma once
 #include <cmath>
 #include <cstdint>
 
-#include "../ptx/mma.cuh"
 #include "../params.h"
-#include "../tile/walk.cuh"
+#include "../ptx/mma.cuh"
 
 namespace fa2::sm80 {
 
 constexpr int kPreprocessThreads = 256, kPreprocessRows = kPreprocessThreads / 8;
 
-// One thread block: kPreprocessRows rows of one head. grid = batch * nheads_q * ceil(rows / kPreprocessRows); varlen is
-// one batch element of total_q rows, documents do not matter here. `rows` is lse_head's stride, too.
+// One thread block: kPreprocessRows rows of one head. grid = batch * nheads_q * ceil(rows / kPreprocessRows);
+// varlen is one batch element of total_q rows, documents do not matter here. `rows` is lse_head's stride,
+// too.
 template <class Element, int kHeadDim>
 __global__ void __launch_bounds__(kPreprocessThreads)
     bwd_preprocess(__grid_constant__ const BwdParams p, int rows, int64_t semaphores) {
@@ -25,7 +25,8 @@ __global__ void __launch_bounds__(kPreprocessThreads)
   const int lane = threadIdx.x % 8;
 
   const int64_t threads = static_cast<int64_t>(gridDim.x) * kPreprocessThreads;
-  for (int64_t i = static_cast<int64_t>(blockIdx.x) * kPreprocessThreads + threadIdx.x; i < semaphores; i += threads)
+  for (int64_t i = static_cast<int64_t>(blockIdx.x) * kPreprocessThreads + threadIdx.x; i < semaphores;
+       i += threads)
     p.dq_semaphore[i] = 0;
 
   float sum = 0.f;
@@ -42,11 +43,9 @@ __global__ void __launch_bounds__(kPreprocessThreads)
       a[i] = exists ? *reinterpret_cast<const uint4*>(out + (i * 8 + lane) * 8) : make_uint4(0, 0, 0, 0);
       b[i] = exists ? *reinterpret_cast<const uint4*>(dout + (i * 8 + lane) * 8) : make_uint4(0, 0, 0, 0);
     }
-    if (!Walk(p).covers_row(p, row)) {
 #pragma unroll
-      for (int i = 0; i < kHeadDim / 32; ++i)
-        *reinterpret_cast<float4*>(accum + (i * 8 + lane) * 4) = make_float4(0.f, 0.f, 0.f, 0.f);
-    }
+    for (int i = 0; i < kHeadDim / 32; ++i)
+      *reinterpret_cast<float4*>(accum + (i * 8 + lane) * 4) = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll
     for (int i = 0; i < (kHeadDim + 63) / 64; ++i) {
       const uint32_t* x = reinterpret_cast<const uint32_t*>(&a[i]);

@@ -1,7 +1,7 @@
 // Tiles, warps, stages and the shared-memory plan of the sm80 kernels, each on one page.
-// kGrantKB: the shared memory that a GPU must grant a thread block: 227 KB sm_90, 163 KB sm_80, 99 KB sm_86, 89, 120. The
-// dispatch takes the largest that fits. A headdim has a 227 KB row only where that measured faster.
-// Read next: fwd.cuh, bwd.cuh.
+// kGrantKB: the shared memory that a GPU must grant a thread block: 227 KB sm_90, 163 KB sm_80, 99 KB sm_86,
+// 89, 120. The dispatch takes the largest that fits. A headdim has a 227 KB row only where that measured
+// faster. Read next: fwd.cuh, bwd.cuh.
 #pragma once
 
 namespace fa2::sm80 {
@@ -25,9 +25,11 @@ struct FwdTile {
 template <int kHeadDim, int kGrantKB>
 struct FwdConfig;
 // Two blocks per multiprocessor where they fit in 227 KB. Figures: H200, against the tile that it replaced.
+// clang-format off
 template <> struct FwdConfig<64, 163> : FwdTile<64, 128, 128, 4, 2, 2> {};   // 80 KB x 2; 7 to 13% over 128x64
 template <> struct FwdConfig<96, 163> : FwdTile<96, 128, 64, 4, 2, 2> {};    // 72 KB x 2
 template <> struct FwdConfig<128, 163> : FwdTile<128, 128, 64, 4, 2, 2> {};  // 96 KB x 2 (one block on sm_80)
+template <> struct FwdConfig<192, 227> : FwdTile<192, 128, 96, 8, 2, 1> {};  // 192 KB; 4 to 7% over 64 keys
 template <> struct FwdConfig<192, 163> : FwdTile<192, 128, 64, 8, 2, 1> {};  // 144 KB
 template <> struct FwdConfig<256, 227> : FwdTile<256, 128, 64, 8, 2, 1> {};  // 192 KB; 6% over one stage
 template <> struct FwdConfig<256, 163> : FwdTile<256, 128, 64, 8, 1, 1> {};  // 128 KB
@@ -36,32 +38,31 @@ template <> struct FwdConfig<96, 99> : FwdTile<96, 64, 64, 4, 1, 2> {};      // 
 template <> struct FwdConfig<128, 99> : FwdTile<128, 64, 64, 4, 1, 2> {};    // 48 KB x 2
 template <> struct FwdConfig<192, 99> : FwdTile<192, 64, 64, 4, 1, 1> {};    // 72 KB
 template <> struct FwdConfig<256, 99> : FwdTile<256, 64, 64, 4, 1, 1> {};    // 96 KB
+// clang-format on
 
-// A walk (tile/walk.cuh) takes at most so many keys. Over several key tiles it leaves fewer thread blocks, so only where
-// these are left: about one a multiprocessor.
-constexpr int kMaxWalkKeys = 256, kWalkBlocks = 128;
-
-// Backward: kWarps as kWarpRows x (kWarps / kWarpRows), for S and dP (rows are queries), for dK and dV (keys), for dQ
-// (queries). Square warp tiles read the least shared memory.
-// dQ's columns are made in kDqParts parts, one after the other, where all at once would not fit in the registers.
-template <int kHeadDim_, int kBlockM_, int kBlockN_, int kWarps_, int kStages_, int kWarpRowsS_, int kWarpRowsDkv_,
-          int kWarpRowsDq_, int kMinBlocks_, int kDqParts_ = 1>
+// Backward: kWarps as kWarpRows x (kWarps / kWarpRows), for S and dP (rows are queries), for dK and dV
+// (keys), for dQ (queries). Square warp tiles read the least shared memory. dQ's columns are made in kDqParts
+// parts, one after the other, where all at once would not fit in the registers.
+template <int kHeadDim_, int kBlockM_, int kBlockN_, int kWarps_, int kStages_, int kWarpRowsS_,
+          int kWarpRowsDkv_, int kWarpRowsDq_, int kMinBlocks_, int kDqParts_ = 1>
 struct BwdTile {
   static constexpr int kHeadDim = kHeadDim_, kBlockM = kBlockM_, kBlockN = kBlockN_;
   static constexpr int kWarps = kWarps_, kStages = kStages_, kMinBlocks = kMinBlocks_;
   static constexpr int kThreads = kWarps * 32;
-  static constexpr int kWalk = kMaxWalkKeys / kBlockN;  // key tiles that a thread block may take in turn
   static constexpr int kWarpRowsS = kWarpRowsS_, kWarpColumnsS = kWarps / kWarpRowsS;
   static constexpr int kWarpRowsDkv = kWarpRowsDkv_, kWarpColumnsDkv = kWarps / kWarpRowsDkv;
   static constexpr int kWarpRowsDq = kWarpRowsDq_, kWarpColumnsDq = kWarps / kWarpRowsDq;
   static constexpr int kRowTilesS = kBlockM / kWarpRowsS / 16, kColumnTilesS = kBlockN / kWarpColumnsS / 8;
-  static constexpr int kRowTilesDkv = kBlockN / kWarpRowsDkv / 16, kColumnTilesDkv = kHeadDim / kWarpColumnsDkv / 8;
+  static constexpr int kRowTilesDkv = kBlockN / kWarpRowsDkv / 16,
+                       kColumnTilesDkv = kHeadDim / kWarpColumnsDkv / 8;
   static constexpr int kRowTilesDq = kBlockM / kWarpRowsDq / 16, kDqParts = kDqParts_;
   static constexpr int kColumnTilesDq = kHeadDim / kWarpColumnsDq / 8 / kDqParts;
   static_assert(kRowTilesS * kWarpRowsS * 16 == kBlockM && kColumnTilesS * kWarpColumnsS * 8 == kBlockN &&
-                    kRowTilesDkv * kWarpRowsDkv * 16 == kBlockN && kColumnTilesDkv * kWarpColumnsDkv * 8 == kHeadDim &&
-                    kRowTilesDq * kWarpRowsDq * 16 == kBlockM && kColumnTilesDq * kDqParts * kWarpColumnsDq * 8 == kHeadDim &&
-                    kColumnTilesS % 2 == 0 && kColumnTilesDkv % 2 == 0 && kColumnTilesDq % 2 == 0,
+                    kRowTilesDkv * kWarpRowsDkv * 16 == kBlockN &&
+                    kColumnTilesDkv * kWarpColumnsDkv * 8 == kHeadDim &&
+                    kRowTilesDq * kWarpRowsDq * 16 == kBlockM &&
+                    kColumnTilesDq * kDqParts * kWarpColumnsDq * 8 == kHeadDim && kColumnTilesS % 2 == 0 &&
+                    kColumnTilesDkv % 2 == 0 && kColumnTilesDq % 2 == 0,
                 "every product divides into 16x16 blocks over the warps");
 
   // dK and dV leave through K's and V's space.
@@ -76,17 +77,20 @@ struct BwdTile {
 
 template <int kHeadDim, int kGrantKB>
 struct BwdConfig;
-template <> struct BwdConfig<64, 163> : BwdTile<64, 64, 64, 4, 2, 2, 2, 2, 3> {};       // 65 KB x 3; 5% over 128x128
-template <> struct BwdConfig<96, 163> : BwdTile<96, 64, 128, 8, 2, 2, 4, 4, 1> {};    // 129 KB
-template <> struct BwdConfig<128, 163> : BwdTile<128, 64, 128, 8, 2, 2, 4, 2, 1> {};  // 161 of 163 KB
-template <> struct BwdConfig<192, 163> : BwdTile<192, 64, 64, 8, 2, 4, 2, 2, 1> {};   // 161 of 163 KB
-template <> struct BwdConfig<256, 227> : BwdTile<256, 64, 64, 8, 2, 4, 2, 2, 1> {};   // 209 KB; 1% over one stage
-template <> struct BwdConfig<256, 163> : BwdTile<256, 64, 64, 8, 1, 4, 2, 2, 1> {};   // 145 KB
-template <> struct BwdConfig<64, 99> : BwdTile<64, 64, 128, 8, 2, 2, 4, 4, 1> {};     // 97 KB
-template <> struct BwdConfig<96, 99> : BwdTile<96, 64, 64, 4, 2, 2, 2, 4, 1> {};      // 89 KB
-template <> struct BwdConfig<128, 99> : BwdTile<128, 64, 64, 8, 1, 2, 2, 2, 1> {};    // 81 KB
-template <> struct BwdConfig<192, 99> : BwdTile<192, 32, 64, 8, 1, 2, 4, 2, 1> {};    // 80 KB
-template <> struct BwdConfig<256, 99> : BwdTile<256, 32, 32, 4, 1, 2, 2, 2, 1> {};    // 68 KB
+// clang-format off
+template <> struct BwdConfig<64, 163> : BwdTile<64, 64, 64, 4, 2, 2, 2, 2, 3> {};        // 65 KB x 3; 5% over 128x128
+template <> struct BwdConfig<96, 163> : BwdTile<96, 64, 128, 8, 2, 2, 4, 4, 1> {};       // 129 KB
+template <> struct BwdConfig<128, 163> : BwdTile<128, 64, 128, 8, 2, 2, 4, 2, 1> {};     // 161 of 163 KB
+template <> struct BwdConfig<192, 227> : BwdTile<192, 64, 96, 8, 2, 4, 2, 2, 1> {};      // 193 KB; 15 to 17% over 64 keys
+template <> struct BwdConfig<192, 163> : BwdTile<192, 64, 64, 8, 2, 4, 2, 2, 1> {};      // 161 of 163 KB
+template <> struct BwdConfig<256, 227> : BwdTile<256, 128, 64, 8, 1, 4, 2, 4, 1, 2> {};  // 225 KB; 7 to 14% over 64x64, 2 stages
+template <> struct BwdConfig<256, 163> : BwdTile<256, 64, 64, 8, 1, 4, 2, 2, 1> {};      // 145 KB
+template <> struct BwdConfig<64, 99> : BwdTile<64, 64, 128, 8, 2, 2, 4, 4, 1> {};        // 97 KB
+template <> struct BwdConfig<96, 99> : BwdTile<96, 64, 64, 4, 2, 2, 2, 4, 1> {};         // 89 KB
+template <> struct BwdConfig<128, 99> : BwdTile<128, 64, 64, 8, 1, 2, 2, 2, 1> {};       // 81 KB
+template <> struct BwdConfig<192, 99> : BwdTile<192, 32, 64, 8, 1, 2, 4, 2, 1> {};       // 80 KB
+template <> struct BwdConfig<256, 99> : BwdTile<256, 32, 32, 4, 1, 2, 2, 2, 1> {};       // 68 KB
+// clang-format on
 
 // delta: bound by memory, so nothing but whole 128-byte lines per request matters. A row of kHeadDim 16-bit
 // numbers is read by kHeadDim / 8 lanes of 16 bytes; at headdim 64 that is one line.

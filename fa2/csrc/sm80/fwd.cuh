@@ -7,8 +7,8 @@
 //     P = exp2(S * scale_log2 - max);  O = O * (correction) + P V
 //   out = O / sum, lse = max + log(sum)
 //
-// Shapes: Q, O kBlockM x kHeadDim; K, V kBlockN x kHeadDim; S, P kBlockM x kBlockN. A warp owns 16 * kRowTiles rows of
-// all of them, so S never leaves its registers. Read first: config.h, tile/softmax.cuh.
+// Shapes: Q, O kBlockM x kHeadDim; K, V kBlockN x kHeadDim; S, P kBlockM x kBlockN. A warp owns 16 *
+// kRowTiles rows of all of them, so S never leaves its registers. Read first: config.h, tile/softmax.cuh.
 #pragma once
 #include "../tile/copy.cuh"
 #include "../tile/fragment.cuh"
@@ -76,7 +76,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
   }
 
   // This warp's share of the keys: the blocks in which none of its rows sees one are only passed through.
-  const int warp_first = m_first + warp_row, warp_last = min(warp_first + kRowTiles * 16, sequence.seqlen_q) - 1;
+  const int warp_first = m_first + warp_row,
+            warp_last = min(warp_first + kRowTiles * 16, sequence.seqlen_q) - 1;
   const int warp_key_begin = warp_last < warp_first ? Mask::kUnbounded : mask.key_begin(warp_first);
   const int warp_key_end = mask.key_end(warp_last);
 
@@ -85,8 +86,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
     const bool active = n_block * kBlockN < warp_key_end && (n_block + 1) * kBlockN > warp_key_begin;
     const uint32_t stage_offset = stage * kKV_bytes;
 
-    // K[n_block] (and with two stages V[n_block]) has arrived for every thread; with two stages every warp has also
-    // finished with the other stage, which the next block's copies overwrite.
+    // K[n_block] (and with two stages V[n_block]) has arrived for every thread; with two stages every warp
+    // has also finished with the other stage, which the next block's copies overwrite.
     ptx::cp_async_wait<0>();
     __syncthreads();
     if constexpr (kStages > 1) {
@@ -136,7 +137,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
   // Each warp turns its own rows of sQ into out's; then all threads write whole rows.
   store_shared<Element, kHeadDim, 1>(sQ, warp_row, 0, acc_o);
   __syncthreads();
-  auto* gO = static_cast<Element*>(p.out) + sequence.query_offset(p.out_strides, tile.bidh) + m_first * p.out_strides.row;
+  auto* gO = static_cast<Element*>(p.out) + sequence.query_offset(p.out_strides, tile.bidh) +
+             m_first * p.out_strides.row;
   copy_q.store(sQ, gO, p.out_strides.row, rows, chunks);
 }
 

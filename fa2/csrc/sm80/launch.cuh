@@ -34,8 +34,8 @@ cudaError_t allow_shared_memory(Kernel* kernel, int bytes, std::atomic<uint64_t>
 
 // A flat grid: batch * nheads may exceed the 65535 of gridDim.y. Nothing to do is no launch.
 template <class... Parameters, class... Arguments>
-cudaError_t launch(void (*kernel)(Parameters...), int64_t blocks, int threads, int shared_bytes, cudaStream_t stream,
-                   const Arguments&... arguments) {
+cudaError_t launch(void (*kernel)(Parameters...), int64_t blocks, int threads, int shared_bytes,
+                   cudaStream_t stream, const Arguments&... arguments) {
   if (blocks == 0) return cudaSuccess;
   if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
   kernel<<<static_cast<unsigned>(blocks), threads, shared_bytes, stream>>>(arguments...);

@@ -1,5 +1,5 @@
-// Host side of the backward: preprocessing, (varlen) the list of tiles, the kernel, dq's conversion. Included by
-// inst/bwd_*.cu alone.
+// Host side of the backward: preprocessing, (varlen) the list of tiles, the kernel, dq's conversion. Included
+// by inst/bwd_*.cu alone.
 #pragma once
 
 #include "../tile/schedule.cuh"
@@ -12,37 +12,33 @@
 namespace fa2::sm80 {
 
 template <class Element, class Config>
-cudaError_t launch_bwd_tiles(BwdParams p, cudaStream_t stream) {
+cudaError_t launch_bwd_tiles(const BwdParams& p, cudaStream_t stream) {
   constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN, kHeadDim = Config::kHeadDim;
-  static_assert(kBlockM >= kSmallestBlock && kBlockN >= kSmallestBlock, "scratch is counted with kSmallestBlock");
+  static_assert(kBlockM >= kSmallestBlock && kBlockN >= kSmallestBlock,
+                "scratch is counted with kSmallestBlock");
   static std::atomic<uint64_t> devices;
   cudaError_t error = allow_shared_memory(attention_bwd<Element, Config>, Config::kShared_bytes, devices);
   if (error != cudaSuccess) return error;
 
-  // A walk over several tiles leaves fewer thread blocks: only where that many are left.
-  p.walk_tile_keys = Config::kWalk > 0 ? kBlockN : 0;
-  p.walk_keys =
-      static_cast<int64_t>(p.batch) * p.nheads_kv >= kWalkBlocks ? Config::kWalk * kBlockN : p.walk_tile_keys;
-  const Walk walk(p);
   const bool varlen = p.cu_seqlens_q != nullptr;
-  const bool all_short = !varlen && walk.covers(p.seqlen_q, p.seqlen_k);
   const int rows = varlen ? p.total_q : p.seqlen_q;
   const int64_t heads = static_cast<int64_t>(varlen ? 1 : p.batch) * p.nheads_q;
-  const int64_t turns = varlen ? tile_capacity(p.total_q, p.batch, kBlockM) : p.batch * ceil_div(rows, kBlockM);
-  error = launch(bwd_preprocess<Element, kHeadDim>, heads * ceil_div(rows, kPreprocessRows), kPreprocessThreads, 0,
-                 stream, p, rows, p.dq_semaphore == nullptr ? 0 : turns * p.nheads_q);
+  const int64_t turns =
+      varlen ? tile_capacity(p.total_q, p.batch, kBlockM) : p.batch * ceil_div(rows, kBlockM);
+  error = launch(bwd_preprocess<Element, kHeadDim>, heads * ceil_div(rows, kPreprocessRows),
+                 kPreprocessThreads, 0, stream, p, rows, p.dq_semaphore == nullptr ? 0 : turns * p.nheads_q);
   if (error == cudaSuccess && varlen)
-    error = launch(schedule_tiles<kBlockN, false, Walk>, 1, kScheduleThreads, 0, stream, p.cu_seqlens_k, p.cu_seqlens_q,
-                   p.total_k, p.batch, walk, p.tiles);
+    error = launch(schedule_tiles<kBlockN, false>, 1, kScheduleThreads, 0, stream, p.cu_seqlens_k,
+                   p.cu_seqlens_q, p.total_k, p.batch, p.tiles);
   if (error != cudaSuccess) return error;
-  const int64_t tiles = varlen      ? tile_capacity(p.total_k, p.batch, kBlockN)
-                        : all_short ? p.batch
-                                    : p.batch * ceil_div(p.seqlen_k, kBlockN);
-  error = launch(attention_bwd<Element, Config>, tiles * p.nheads_kv, Config::kThreads, Config::kShared_bytes, stream, p);
-  if (error != cudaSuccess || all_short) return error;
+  const int64_t tiles =
+      varlen ? tile_capacity(p.total_k, p.batch, kBlockN) : p.batch * ceil_div(p.seqlen_k, kBlockN);
+  error = launch(attention_bwd<Element, Config>, tiles * p.nheads_kv, Config::kThreads, Config::kShared_bytes,
+                 stream, p);
+  if (error != cudaSuccess) return error;
   const int64_t groups = static_cast<int64_t>(rows) * (kHeadDim / 16);
-  return launch(bwd_convert_dq<Element, kHeadDim>, heads * ceil_div(groups, kConvertGroups), kConvertThreads, 0, stream,
-                p, rows);
+  return launch(bwd_convert_dq<Element, kHeadDim>, heads * ceil_div(groups, kConvertGroups), kConvertThreads,
+                0, stream, p, rows);
 }
 
 template <DType kDType, int kHeadDim, int kGrantKB>
@@ -56,7 +52,7 @@ const void* bwd_function() {
   return reinterpret_cast<const void*>(attention_bwd<Element<kDType>, BwdConfig<kHeadDim, kGrantKB>>);
 }
 
-#define FA2_INSTANTIATE_BWD(kDType, kHeadDim, kGrantKB)                                      \
+#define FA2_INSTANTIATE_BWD(kDType, kHeadDim, kGrantKB)                                        \
   template cudaError_t launch_bwd<kDType, kHeadDim, kGrantKB>(const BwdParams&, cudaStream_t); \
   template const void* bwd_function<kDType, kHeadDim, kGrantKB>();
 

@@ -16,11 +16,13 @@ cudaError_t launch_fwd_tiles(const FwdParams& p, cudaStream_t stream) {
   cudaError_t error = allow_shared_memory(attention_fwd<Element, Config>, Config::kShared_bytes, devices);
   const bool varlen = p.cu_seqlens_q != nullptr;
   if (error == cudaSuccess && varlen)
-    error = launch(schedule_tiles<kBlockM, true, NoWalk>, 1, kScheduleThreads, 0, stream, p.cu_seqlens_q, p.cu_seqlens_k,
-                   p.total_q, p.batch, NoWalk{}, p.tiles);
+    error = launch(schedule_tiles<kBlockM, true>, 1, kScheduleThreads, 0, stream, p.cu_seqlens_q,
+                   p.cu_seqlens_k, p.total_q, p.batch, p.tiles);
   if (error != cudaSuccess) return error;
-  const int64_t tiles = varlen ? tile_capacity(p.total_q, p.batch, kBlockM) : p.batch * ceil_div(p.seqlen_q, kBlockM);
-  return launch(attention_fwd<Element, Config>, tiles * p.nheads_q, Config::kThreads, Config::kShared_bytes, stream, p);
+  const int64_t tiles =
+      varlen ? tile_capacity(p.total_q, p.batch, kBlockM) : p.batch * ceil_div(p.seqlen_q, kBlockM);
+  return launch(attention_fwd<Element, Config>, tiles * p.nheads_q, Config::kThreads, Config::kShared_bytes,
+                stream, p);
 }
 
 template <DType kDType, int kHeadDim, int kGrantKB>
@@ -34,7 +36,7 @@ const void* fwd_function() {
   return reinterpret_cast<const void*>(attention_fwd<Element<kDType>, FwdConfig<kHeadDim, kGrantKB>>);
 }
 
-#define FA2_INSTANTIATE_FWD(kDType, kHeadDim, kGrantKB)                                      \
+#define FA2_INSTANTIATE_FWD(kDType, kHeadDim, kGrantKB)                                        \
   template cudaError_t launch_fwd<kDType, kHeadDim, kGrantKB>(const FwdParams&, cudaStream_t); \
   template const void* fwd_function<kDType, kHeadDim, kGrantKB>();
 

@@ -1,6 +1,6 @@
-// Tiles of rows between global and shared memory. The only place that knows which thread moves which 16 bytes.
-// Rows past the end of a sequence and columns past the headdim arrive as zeros and are never written: a neighbour's
-// rows (and a NaN in them) are not read at all. Read next: sm80/fwd.cuh.
+// Tiles of rows between global and shared memory. The only place that knows which thread moves which 16
+// bytes. Rows past the end of a sequence and columns past the headdim arrive as zeros and are never written:
+// a neighbour's rows (and a NaN in them) are not read at all. Read next: sm80/fwd.cuh.
 #pragma once
 #include <cstdint>
 
@@ -24,7 +24,9 @@ struct TileCopy {
   uint32_t shared_offset;
 
   __device__ __forceinline__ TileCopy()
-      : row(threadIdx.x / kThreadsPerRow), chunk(threadIdx.x % kThreadsPerRow), shared_offset(Tile::offset(row, chunk)) {}
+      : row(threadIdx.x / kThreadsPerRow),
+        chunk(threadIdx.x % kThreadsPerRow),
+        shared_offset(Tile::offset(row, chunk)) {}
 
   // This thread's first 16 bytes of the tile that starts at `tile`.
   template <class Element>
@@ -32,10 +34,11 @@ struct TileCopy {
     return tile + row * row_stride + chunk * 8;
   }
 
-  // Starts copying; `source` is what source() gave, rows [first_row, rows) and chunks say how much of the tile exists.
+  // Starts copying; `source` is what source() gave, rows [first_row, rows) and chunks say how much of the
+  // tile exists.
   template <class Element>
-  __device__ __forceinline__ void load(uint32_t tile_base, const Element* source, int64_t row_stride, int rows,
-                                       int chunks, int first_row = 0) const {
+  __device__ __forceinline__ void load(uint32_t tile_base, const Element* source, int64_t row_stride,
+                                       int rows, int chunks, int first_row = 0) const {
     const uint32_t shared = tile_base + shared_offset;
     if (rows >= kRows && chunks == Tile::kChunks && first_row <= 0) {
 #pragma unroll
@@ -53,7 +56,8 @@ struct TileCopy {
 #pragma unroll
         for (int step = 0; step < kChunkSteps; ++step)
           ptx::cp_async_16(Tile::advance(shared, pass * kRowsPerPass, step * kThreadsPerRow),
-                           source + step * kThreadsPerRow * 8, row_exists && chunk + step * kThreadsPerRow < chunks);
+                           source + step * kThreadsPerRow * 8,
+                           row_exists && chunk + step * kThreadsPerRow < chunks);
         source += kRowsPerPass * row_stride;
       }
     }

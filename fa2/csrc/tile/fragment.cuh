@@ -1,8 +1,9 @@
 // One warp's matrix operands in shared memory and its products of 16x16x16 blocks.
-// An accumulator is float acc[kRowTiles][kColumnTiles][4]: tiles of 16 rows x 8 columns; lane l holds, of rows
-// l / 4 and l / 4 + 8, the columns 2 * (l % 4) and the next: {(r, c), (r, c + 1), (r + 8, c), (r + 8, c + 1)}.
-// When kWarps share the columns of a product, each takes every kWarps-th group of 16 ("interleaved"): any headdim that
-// is a multiple of 16 * kWarps then divides evenly, and the swizzle stays one xor.
+// An accumulator is float acc[kRowTiles][kColumnTiles][4]: tiles of 16 rows x 8 columns; lane l holds, of
+// rows l / 4 and l / 4 + 8, the columns 2 * (l % 4) and the next:
+// {(r, c), (r, c + 1), (r + 8, c), (r + 8, c + 1)}.
+// When kWarps share the columns of a product, each takes every kWarps-th group of 16 ("interleaved"):
+// any headdim that is a multiple of 16 * kWarps then divides evenly, and the swizzle stays one xor.
 #pragma once
 #include <cstdint>
 
@@ -26,7 +27,8 @@ struct Operand {
   // tile_base: shared address of the tile; (row, column): the warp's corner in it, multiples of 16.
   __device__ __forceinline__ Operand(uint32_t tile_base, int row, int column) {
     const int lane = threadIdx.x % 32;
-    // The four 8x8 matrices of a block in the order in which mma wants them: A goes down first, B along K first.
+    // The four 8x8 matrices of a block in the order in which mma wants them: A goes down first, B along K
+    // first.
     constexpr bool kDownFirst = (kRole == Role::kA) != kTransposed;
     const int lane_row = kDownFirst ? lane % 16 : lane % 8 + (lane / 16) * 8;
     const int lane_chunk = kDownFirst ? lane / 16 : (lane / 8) % 2;
@@ -51,9 +53,10 @@ struct Operand {
   }
 };
 
-// acc += A * B^T over kSteps * 16 of K, both from shared memory. B's groups of 16 are kInterleave groups apart, the first
-// is number kFirst; A's groups are kRowInterleave apart.
-template <class Element, int kSteps, int kInterleave, int kFirst = 0, int kRowInterleave = 1, int kRowTiles, int kColumnTiles, class A, class B>
+// acc += A * B^T over kSteps * 16 of K, both from shared memory. B's groups of 16 are kInterleave groups
+// apart, the first is number kFirst; A's groups are kRowInterleave apart.
+template <class Element, int kSteps, int kInterleave, int kFirst = 0, int kRowInterleave = 1, int kRowTiles,
+          int kColumnTiles, class A, class B>
 __device__ __forceinline__ void gemm(float (&acc)[kRowTiles][kColumnTiles][4], const A& a, uint32_t a_offset,
                                      const B& b, uint32_t b_offset) {
 #pragma unroll
@@ -74,10 +77,12 @@ __device__ __forceinline__ void gemm(float (&acc)[kRowTiles][kColumnTiles][4], c
   }
 }
 
-// The same with A in registers: the packed accumulator of an earlier product, whose layout is A's operand layout.
+// The same with A in registers: the packed accumulator of an earlier product, whose layout is A's operand
+// layout.
 template <class Element, int kSteps, int kRowTiles, int kColumnTiles, class B>
 __device__ __forceinline__ void gemm(float (&acc)[kRowTiles][kColumnTiles][4],
-                                     const uint32_t (&a_frag)[kRowTiles][kSteps][4], const B& b, uint32_t b_offset) {
+                                     const uint32_t (&a_frag)[kRowTiles][kSteps][4], const B& b,
+                                     uint32_t b_offset) {
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
 #pragma unroll
@@ -113,11 +118,13 @@ __device__ __forceinline__ void to_operand(uint32_t (&a_frag)[kRowTiles][kColumn
     for (int j = 0; j < kColumnTiles; ++j)
 #pragma unroll
       for (int half = 0; half < 2; ++half)
-        a_frag[i][j / 2][(j % 2) * 2 + half] = ptx::pack<Element>(acc[i][j][2 * half], acc[i][j][2 * half + 1]);
+        a_frag[i][j / 2][(j % 2) * 2 + half] =
+            ptx::pack<Element>(acc[i][j][2 * half], acc[i][j][2 * half + 1]);
 }
 
 // Rounds an accumulator into a swizzled tile, the warp's corner at (row, column). Free of bank conflicts.
-template <class Element, int kColumns, int kInterleave, int kRowInterleave = 1, int kRowTiles, int kColumnTiles>
+template <class Element, int kColumns, int kInterleave, int kRowInterleave = 1, int kRowTiles,
+          int kColumnTiles>
 __device__ __forceinline__ void store_shared(uint32_t tile_base, int row, int column,
                                              const float (&acc)[kRowTiles][kColumnTiles][4]) {
   using Tile = Swizzle<kColumns>;

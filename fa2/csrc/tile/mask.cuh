@@ -1,6 +1,7 @@
 // The one definition of which query sees which key, and of the tiles that follow from it.
-// Query i sees key j when i + diagonal - left <= j <= i + diagonal + right: aligned to the bottom right corner.
-// Host and device: tests compare every count with a brute-force loop. Knows no registers but the accumulator's layout.
+// Query i sees key j when i + diagonal - left <= j <= i + diagonal + right: aligned to the bottom right
+// corner. Host and device: tests compare every count with a brute-force loop. Knows no registers but the
+// accumulator's layout.
 #pragma once
 #include <cmath>
 
@@ -64,7 +65,8 @@ struct Mask {
     return range;
   }
 
-  // Sets hidden scores to `hidden`. (row, column) is what this lane's first element is; tiles as in fragment.cuh.
+  // Sets hidden scores to `hidden`. (row, column) is what this lane's first element is; tiles as in
+  // fragment.cuh.
   template <int kInterleave, int kRowTiles, int kColumnTiles>
   __device__ __forceinline__ void apply(float (&acc)[kRowTiles][kColumnTiles][4], int row, int column,
                                         float hidden) const {

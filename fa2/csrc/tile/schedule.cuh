@@ -1,23 +1,20 @@
-// Varlen's list of tiles, made on the device by one thread block before the attention kernel: sequences in descending
-// order of work (in classes a quarter of a power of two wide), the tiles of one sequence side by side and in order.
-// Deterministic sums rely on that last part alone. Read next: scheduler.cuh, which reads the list.
+// Varlen's list of tiles, made on the device by one thread block before the attention kernel: sequences in
+// descending order of work (in classes a quarter of a power of two wide), the tiles of one sequence side by
+// side and in order. Deterministic sums rely on that last part alone. Read next: scheduler.cuh, which reads
+// the list.
 #pragma once
 #include <cstdint>
 
 #include "../params.h"
-#include "walk.cuh"
 
 namespace fa2 {
 
 constexpr int kScheduleThreads = 1024;
 
-// The forward's: a thread block owns one tile of queries.
-struct NoWalk {
-  __host__ __device__ bool covers(int, int) const { return false; }
-};
-
 // The most tiles there can be: every sequence, and the tokens past the last one, may have one partial tile.
-inline __host__ __device__ int tile_capacity(int total, int batch, int block) { return total / block + batch + 1; }
+inline __host__ __device__ int tile_capacity(int total, int batch, int block) {
+  return total / block + batch + 1;
+}
 
 // 0 for no work, then a quarter of a power of two each; at most 124.
 inline __host__ __device__ int work_class(unsigned work) {
@@ -28,11 +25,11 @@ inline __host__ __device__ int work_class(unsigned work) {
 }
 
 // tiles[0] becomes the count; entry i, a pair (sequence, block), lies at tiles[2 + 2 * i].
-// side "own": the tokens that the tiles cut; "other": those that each tile loops over. A sequence that `walk` covers
-// (backward: own is keys) is one tile.
-template <int kBlock, bool kReversed, class Walk>
+// side "own": the tokens that the tiles cut; "other": those that each tile loops over.
+template <int kBlock, bool kReversed>
 __global__ void __launch_bounds__(kScheduleThreads)
-    schedule_tiles(const int* cu_seqlens_own, const int* cu_seqlens_other, int total_own, int batch, Walk walk, int* tiles) {
+    schedule_tiles(const int* cu_seqlens_own, const int* cu_seqlens_other, int total_own, int batch,
+                   int* tiles) {
   constexpr int kClasses = 128;
   __shared__ int next[kClasses];
   const int lane = threadIdx.x % 32;
@@ -41,7 +38,6 @@ __global__ void __launch_bounds__(kScheduleThreads)
     const int begin = cu_seqlens_own[sequence];
     const int end = sequence == batch ? total_own : cu_seqlens_own[sequence + 1];
     work = sequence == batch ? 0 : max(0, cu_seqlens_other[sequence + 1] - cu_seqlens_other[sequence]);
-    if (sequence < batch && walk.covers(work, end - begin)) return 1;
     return max(0, end - begin + kBlock - 1) / kBlock;
   };
 

@@ -1,6 +1,7 @@
-// Which tile a thread block works on. Dense: arithmetic. Varlen: a list of the tiles that exist, which schedule.cu
-// writes on the device before the kernel, heaviest sequences first; blocks past its end return at once (there are at
-// most batch + 1 of them per head: the grid is the bound total / kBlock + batch + 1, so max_seqlen plays no part).
+// Which tile a thread block works on. Dense: arithmetic. Varlen: a list of the tiles that exist, which
+// schedule.cuh writes on the device before the kernel, heaviest sequences first; blocks past its end return
+// at once (there are at most batch + 1 of them per head: the grid is the bound total / kBlock + batch + 1, so
+// max_seqlen plays no part).
 #pragma once
 #include "../params.h"
 
@@ -10,12 +11,14 @@ struct WorkTile {
   int bidb, bidh, block;
 };
 
-// Heads that run side by side: few enough that every head has several tiles in flight, which share its K and V in L2.
+// Heads that run side by side: few enough that every head has several tiles in flight, which share its K and
+// V in L2.
 constexpr int kHeadsInFlight = 32;
 
-// `reversed`: the last block first. Causal: the forward's last query block and the backward's first key block are the
-// longest, and the longest go first, so that the short ones fill the end.
-__device__ __forceinline__ bool find_tile(WorkTile& tile, const Problem& p, int nheads, int blocks, bool reversed) {
+// `reversed`: the last block first. Causal: the forward's last query block and the backward's first key block
+// are the longest, and the longest go first, so that the short ones fill the end.
+__device__ __forceinline__ bool find_tile(WorkTile& tile, const Problem& p, int nheads, int blocks,
+                                          bool reversed) {
   const unsigned index = blockIdx.x;
   if (p.cu_seqlens_q == nullptr) {
     const unsigned all_heads = p.batch * nheads;

@@ -1,6 +1,6 @@
-// Where one sequence of the batch lies. The only place that turns (sequence, head) into offsets; all of them 64-bit.
-// Varlen has one more sequence than the batch: the tokens at or past cu_seqlens[-1]. Queries there see no key, and keys
-// no query, so that the ordinary code writes their zeros (and -inf).
+// Where one sequence of the batch lies. The only place that turns (sequence, head) into offsets; all of them
+// 64-bit. Varlen has one more sequence than the batch: the tokens at or past cu_seqlens[-1]. Queries there
+// see no key, and keys no query, so that the ordinary code writes their zeros (and -inf).
 #pragma once
 #include <cstdint>
 
@@ -9,8 +9,8 @@
 namespace fa2 {
 
 struct Sequence {
-  int bidb;                 // 0 in varlen: the batch strides of token tensors are then not used
-  int64_t first_q, first_k; // first token, within the batch element
+  int bidb;                  // 0 in varlen: the batch strides of token tensors are then not used
+  int64_t first_q, first_k;  // first token, within the batch element
   int seqlen_q, seqlen_k;
 
   // for_queries: which side's tail the extra sequence is.
@@ -38,7 +38,8 @@ struct Sequence {
   __device__ __forceinline__ int64_t key_offset(const Strides& stride, int head) const {
     return bidb * stride.batch + first_k * stride.row + head * stride.head;
   }
-  // In every fp32 array of one value a query and head: lse, delta, and (times its columns) the dq accumulator.
+  // In every fp32 array of one value a query and head: lse, delta, and (times its columns) the dq
+  // accumulator.
   __device__ __forceinline__ int64_t row_offset(const Problem& p, int head) const {
     return bidb * p.lse_batch + head * p.lse_head + first_q;
   }

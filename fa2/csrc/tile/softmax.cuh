@@ -1,6 +1,6 @@
 // The online softmax of FlashAttention-2 (arXiv 2307.08691, algorithm 1) over a warp's accumulator rows.
-// Maxima are of raw scores; scores become exponents by one FMA with softmax_scale * log2(e). Sums stay per lane until
-// the end. Knows nothing of memory or masks: a hidden score is -inf.
+// Maxima are of raw scores; scores become exponents by one FMA with softmax_scale * log2(e). Sums stay per
+// lane until the end. Knows nothing of memory or masks: a hidden score is -inf.
 #pragma once
 #include <cmath>
 
@@ -19,8 +19,9 @@ __device__ __forceinline__ float quad_reduce(float x, Operation operation) {
 
 template <int kRowTiles>
 struct OnlineSoftmax {
-  // A stale maximum is as exact as the true one while exponents stay small: 2^8 times a probability costs fp32 sums and
-  // 16-bit P nothing. Rescaling only beyond it skips most of the rescales after the first blocks.
+  // A stale maximum is as exact as the true one while exponents stay small: 2^8 times a probability costs
+  // fp32 sums and 16-bit P nothing. Rescaling only beyond it skips most of the rescales after the first
+  // blocks.
   static constexpr float kStaleLog2 = 8.f;
   static constexpr int kRows = kRowTiles * 2;
 

@@ -2,6 +2,7 @@
 
 namespace fa2::sm80 {
 
+FA2_INSTANTIATE_FWD(DType::kFloat16, 192, 227)
 FA2_INSTANTIATE_FWD(DType::kFloat16, 192, 163)
 FA2_INSTANTIATE_FWD(DType::kFloat16, 192, 99)
 
