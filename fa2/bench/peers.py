@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch._functorch.config
 from torch import Tensor
 
 import fa2
@@ -227,6 +228,8 @@ def flex(case: Case, x: dict[str, Tensor]) -> Calls:
     index = torch.arange(len(case.lengths), dtype=torch.int32, device=device)
     document.copy_(index.repeat_interleave(torch.tensor(case.lengths, device=device)))
     if not _compiled_flex:
+        # the backward is timed alone, again and again over one forward, so its saved buffers must survive it
+        torch._functorch.config.donated_buffer = False
         _compiled_flex.append(torch.compile(flex_attention, dynamic=False))
     block_mask = create_block_mask(seen, None, None, T, T, device=str(device))
     return _calls(
