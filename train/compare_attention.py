@@ -65,11 +65,12 @@ def plot(curves: dict[str, list[float]], path: Path) -> None:
 
     figure, (above, below) = plt.subplots(2, 1, figsize=(8, 7), sharex=True, layout="constrained")
     base_name, base = next(iter(curves.items()))
-    for name, curve in curves.items():
+    for i, (name, curve) in enumerate(curves.items()):
         steps = range(1, len(curve) + 1)
-        above.plot(steps, curve, label=name, linewidth=1)
+        style = {"label": name, "linewidth": 1, "color": f"C{i}"}
+        above.plot(steps, curve, **style)
         if name != base_name:
-            below.semilogy(steps, [abs(a - b) for a, b in zip(curve, base, strict=True)], label=name, linewidth=1)
+            below.semilogy(steps, [abs(a - b) for a, b in zip(curve, base, strict=True)], **style)
     above.set_ylabel("training loss, nats per token")
     below.set_ylabel(f"distance from {base_name}")
     below.set_xlabel("step")

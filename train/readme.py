@@ -47,7 +47,21 @@ def packing_table() -> str:
     return "\n".join(lines)
 
 
-TABLES: dict[str, Callable[[], str]] = {"packing": packing_table}
+def attention_table() -> str:
+    record = _record("train/results/attention_h200.json")
+    machine = record["machine"]
+    first, *others = record["losses"]
+    lines = [f"| losses of | mean distance from `{first}`, nats | over the last tenth |", "| --- | --- | --- |"]
+    for name in others:
+        row = record["distance_from_first"][name]
+        label = "the same backend, weights one bf16 rounding away" if name == "noise" else f"`{name}`"
+        lines.append(f"| {label} | {row['mean']:.3f} | {row['end']:.3f} |")
+    steps = len(record["losses"][first])
+    lines += ["", f"{steps} steps, bf16, {machine['gpu']}, torch {machine['torch']}: `{record['command']}`."]
+    return "\n".join(lines)
+
+
+TABLES: dict[str, Callable[[], str]] = {"packing": packing_table, "attention": attention_table}
 
 
 def render(text: str) -> str:
