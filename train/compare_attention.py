@@ -2,7 +2,7 @@
 
 Trains once per backend from the same seed on the same batches, and writes a JSON record and a plot of the losses and
 of their distances from the first backend's. The yardstick of noise is a backend's own repeat: a second run of the
-first backend whose weights start one bf16 rounding away. Overrides are those of `python -m train`.
+first backend whose initial weights are larger by one bf16 epsilon. Overrides are those of `python -m train`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from train.__main__ import COMMAND
 from train.environment import environment
 from train.schema import Attention, RunConfig
 
-NOISE = "noise"  # the first backend again, from rounded weights
+NOISE = "noise"  # the first backend again, from slightly larger weights
 
 
 def losses(config: RunConfig) -> list[float]:
@@ -39,7 +39,7 @@ def compare(config: RunConfig, backends: Sequence[Attention], run_root: str) -> 
     trainer = replace(config.trainer, log_every=1, validate_every=0, sample_tokens=0, progress_bar=False)
     config = replace(config, run_root=run_root, overwrite=True, trainer=trainer)
     curves = {b.value: losses(replace(config, attention=b, name=b.value)) for b in backends}
-    # A relative change of the initial weights' spread by one bf16 epsilon: as large as one rounding of each weight.
+    # A relative change of every initial weight by one bf16 epsilon: twice the most that one rounding moves it.
     std = config.model.init_std * (1 + torch.finfo(torch.bfloat16).eps)
     noise = replace(config, attention=backends[0], name=NOISE, model=replace(config.model, init_std=std))
     return curves | {NOISE: losses(noise)}

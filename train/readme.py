@@ -54,7 +54,7 @@ def attention_table() -> str:
     lines = [f"| losses of | mean distance from `{first}`, nats | over the last tenth |", "| --- | --- | --- |"]
     for name in others:
         row = record["distance_from_first"][name]
-        label = "the same backend, weights one bf16 rounding away" if name == "noise" else f"`{name}`"
+        label = "the same backend, initial weights larger by one bf16 epsilon" if name == "noise" else f"`{name}`"
         lines.append(f"| {label} | {row['mean']:.3f} | {row['end']:.3f} |")
     steps = len(record["losses"][first])
     lines += ["", f"{steps} steps, bf16, {machine['gpu']}, torch {machine['torch']}: `{record['command']}`."]
