@@ -11,7 +11,6 @@ import json
 import os
 import platform
 import statistics
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -25,6 +24,7 @@ from data.prepare import prepare
 from data.shards import TokenDataset
 from data.stats import gzip_bits_per_byte, packing_stats, unigram_bits_per_byte
 from data.stream import TrainStream
+from train.environment import commit, cpu_name
 
 RESULTS = Path(__file__).resolve().parent / "results" / "packing.json"
 
@@ -68,31 +68,14 @@ def build_speed(packing: Packing, repeats: int, steps: int) -> dict[str, Any]:
 
 
 def machine_facts() -> dict[str, Any]:
-    root = Path(__file__).resolve().parent.parent
-    try:
-        commit = subprocess.run(
-            ["git", "describe", "--always", "--dirty", "--abbrev=12"],
-            cwd=root,
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        commit = None
-    cpu = platform.processor() or platform.machine()
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        cpu = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        pass
     return {
-        "cpu": cpu,
+        "cpu": cpu_name(),
         "cores": os.cpu_count(),
         "load_average": [round(x, 2) for x in os.getloadavg()],
         "python": platform.python_version(),
         "torch": torch.__version__,
         "numpy": np.__version__,
-        "commit": commit,
+        "commit": commit(),
     }
 
 

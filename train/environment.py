@@ -26,16 +26,16 @@ def environment(device: torch.device, **resolved: Any) -> dict[str, Any]:
         "gpu": torch.cuda.get_device_name(device) if gpu else None,
         "gpus": torch.cuda.device_count() if gpu else 0,
         "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if gpu else None,
-        "cpu": _cpu_name(),
+        "cpu": cpu_name(),
         "cpu_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "hostname": socket.gethostname(),
-        "commit": _commit(),
+        "commit": commit(),
         "command": shlex.join([Path(sys.executable).name, *sys.orig_argv[1:]]),
         **resolved,
     }
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -44,12 +44,13 @@ def _cpu_name() -> str:
     return next(names, platform.processor() or platform.machine())
 
 
-def _commit() -> str | None:
+def commit() -> str | None:
+    """The checkout's commit, with `+changes` where tracked files differ from it; None outside a repository."""
     root = str(Path(__file__).resolve().parent.parent)
-    commit = _output("git", "-C", root, "rev-parse", "HEAD")
-    if commit is None:
+    head = _output("git", "-C", root, "rev-parse", "HEAD")
+    if head is None:
         return None
-    return commit + ("+changes" if _output("git", "-C", root, "status", "--porcelain", "-uno") else "")
+    return head + ("+changes" if _output("git", "-C", root, "status", "--porcelain", "-uno") else "")
 
 
 def _output(*command: str) -> str | None:
