@@ -61,7 +61,7 @@ struct BwdParams : Problem {
 // Scratch sizes that serve every kernel: no tile has fewer than kSmallestBlock rows.
 constexpr int kSmallestBlock = 32;
 inline int64_t tile_list_size(int64_t total, int64_t batch) {
-  return 2 + 2 * (total / kSmallestBlock + batch + 1);
+  return 4 + 2 * (total / kSmallestBlock + batch + 1);
 }
 inline int64_t semaphores(int64_t tokens, int64_t batch, int64_t nheads) {
   return (tokens / kSmallestBlock + batch + 1) * nheads;

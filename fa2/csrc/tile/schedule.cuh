@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "../params.h"
+#include "../ptx/warpgroup.cuh"
 
 namespace fa2 {
 
@@ -24,14 +25,18 @@ inline __host__ __device__ int work_class(unsigned work) {
   return log2 * 4 + static_cast<int>(work >> (log2 - 2) & 3) - 4;
 }
 
-// tiles[0] becomes the count; entry i, a pair (sequence, block), lies at tiles[2 + 2 * i].
-// side "own": the tokens that the tiles cut; "other": those that each tile loops over.
+// tiles[0] becomes the count, tiles[1] 0 (persistent kernels count there what was handed out), tiles[2] the
+// length of the longest "other" sequence; entry i, a pair (sequence, block), lies at tiles[4 + 2 * i]. side
+// "own": the tokens that the tiles cut; "other": those that each tile loops over.
 template <int kBlock, bool kReversed>
 __global__ void __launch_bounds__(kScheduleThreads)
     schedule_tiles(const int* cu_seqlens_own, const int* cu_seqlens_other, int total_own, int batch,
                    int* tiles) {
+#if __CUDA_ARCH__ >= 900
+  ptx::let_next_kernel_start();  // it waits for the list by itself
+#endif
   constexpr int kClasses = 128;
-  __shared__ int next[kClasses];
+  __shared__ int next[kClasses], longest;
   const int lane = threadIdx.x % 32;
 
   const auto count_tiles = [&](int sequence, int& work) {
@@ -42,11 +47,12 @@ __global__ void __launch_bounds__(kScheduleThreads)
   };
 
   if (threadIdx.x < kClasses) next[threadIdx.x] = 0;
+  if (threadIdx.x == 0) longest = 0;
   __syncthreads();
   for (int sequence = threadIdx.x; sequence <= batch; sequence += kScheduleThreads) {
     int work;
     const int count = count_tiles(sequence, work);
-    if (count > 0) atomicAdd(&next[work_class(work)], count);
+    if (count > 0) atomicAdd(&next[work_class(work)], count), atomicMax(&longest, work);
   }
   __syncthreads();
   // Each class's first slot: the sum over the heavier classes. One warp, four classes a lane.
@@ -60,14 +66,15 @@ __global__ void __launch_bounds__(kScheduleThreads)
       const int other = __shfl_up_sync(0xffffffffu, before, distance);
       if (lane >= distance) before += other;
     }
-    if (lane == 31) tiles[0] = min(before, tile_capacity(total_own, batch, kBlock));
+    if (lane == 31)
+      tiles[0] = min(before, tile_capacity(total_own, batch, kBlock)), tiles[1] = 0, tiles[2] = longest;
     before -= sum;
 #pragma unroll
     for (int i = 0; i < 4; ++i) next[kClasses - 1 - (lane * 4 + i)] = before + sums[i];
   }
   __syncthreads();
   const int capacity = tile_capacity(total_own, batch, kBlock);
-  int2* const entries = reinterpret_cast<int2*>(tiles) + 1;
+  int2* const entries = reinterpret_cast<int2*>(tiles) + 2;
   for (int first = threadIdx.x - lane; first <= batch; first += kScheduleThreads) {
     const int sequence = first + lane;
     int work = 0, count = 0, slot = 0;

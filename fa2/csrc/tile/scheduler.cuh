@@ -17,28 +17,38 @@ constexpr int kHeadsInFlight = 32;
 
 // `reversed`: the last block first. Causal: the forward's last query block and the backward's first key block
 // are the longest, and the longest go first, so that the short ones fill the end.
-__device__ __forceinline__ bool find_tile(WorkTile& tile, const Problem& p, int nheads, int blocks,
-                                          bool reversed) {
-  const unsigned index = blockIdx.x;
+__device__ __forceinline__ bool find_tile(WorkTile& tile, unsigned index, const Problem& p, int nheads,
+                                          int blocks, bool reversed, unsigned heads_in_flight) {
   if (p.cu_seqlens_q == nullptr) {
     const unsigned all_heads = p.batch * nheads;
-    const unsigned group = index / (kHeadsInFlight * blocks);
-    const unsigned in_group = index - group * (kHeadsInFlight * blocks);
-    const unsigned width = min(static_cast<unsigned>(kHeadsInFlight), all_heads - group * kHeadsInFlight);
+    const unsigned group = index / (heads_in_flight * blocks);
+    const unsigned in_group = index - group * (heads_in_flight * blocks);
+    const unsigned width = min(heads_in_flight, all_heads - group * heads_in_flight);
     const unsigned rank = in_group / width;
-    const unsigned head = group * kHeadsInFlight + in_group - rank * width;
+    const unsigned head = group * heads_in_flight + in_group - rank * width;
     tile.bidb = head / nheads;
     tile.bidh = head - tile.bidb * nheads;
     tile.block = reversed ? blocks - 1 - rank : rank;
     return true;
   }
-  const unsigned rank = index / nheads;
-  if (rank >= static_cast<unsigned>(p.tiles[0])) return false;
-  const int2 entry = reinterpret_cast<const int2*>(p.tiles)[1 + rank];
+  const unsigned tiles = p.tiles[0];
+  if (index >= tiles * nheads) return false;
+  const unsigned group = index / (heads_in_flight * tiles);
+  const unsigned in_group = index - group * (heads_in_flight * tiles);
+  const unsigned width = min(heads_in_flight, nheads - group * heads_in_flight);
+  const unsigned rank = in_group / width;
+  const int2 entry = reinterpret_cast<const int2*>(p.tiles)[2 + rank];
   tile.bidb = entry.x;
-  tile.bidh = index - rank * nheads;
+  tile.bidh = group * heads_in_flight + in_group - rank * width;
   tile.block = entry.y;
   return true;
+}
+
+// The tile of this thread block, where each block has one.
+__device__ __forceinline__ bool find_tile(WorkTile& tile, const Problem& p, int nheads, int blocks,
+                                          bool reversed) {
+  return find_tile(tile, blockIdx.x, p, nheads, blocks, reversed,
+                   p.cu_seqlens_q == nullptr ? kHeadsInFlight : nheads);
 }
 
 }  // namespace fa2

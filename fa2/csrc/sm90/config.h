@@ -1,0 +1,67 @@
+// Tiles, warpgroups, stages and the shared-memory plan of the sm90 kernels, on one page. Read next: fwd.cuh.
+#pragma once
+
+namespace fa2::sm90 {
+
+// How an operand tile lies in shared memory: slabs of kWidth columns side by side, each slab its rows one
+// after the other, swizzled as TMA and wgmma agree on. 96 columns are no multiple of 64, so they take the
+// narrower swizzle.
+template <int kColumns>
+struct Slabs {
+  static constexpr int kWidth = kColumns % 64 == 0 ? 64 : 32;
+  static constexpr int kCount = kColumns / kWidth;
+  static constexpr int kRow_bytes = kWidth * 2;
+};
+
+// The kernel's mbarriers, each one 8 bytes.
+template <int kQStages, int kStages>
+struct Barriers {
+  static constexpr int kTileFull = 0, kTileEmpty = 1;  // one work tile is handed out ahead
+  static constexpr int kQFull = 2, kQEmpty = kQFull + kQStages;
+  static constexpr int kKFull = kQEmpty + kQStages, kKEmpty = kKFull + kStages;
+  static constexpr int kVFull = kKEmpty + kStages, kVEmpty = kVFull + kStages;
+  static constexpr int kCount = kVEmpty + kStages;
+};
+
+// Forward: kBlockM / 64 consumer warpgroups, one producer. O leaves through its tile's Q, so a second Q stage
+// lets the next tile begin before this one has ended.
+template <int kHeadDim_, int kBlockM_, int kBlockN_, int kStages_, int kQStages_>
+struct FwdTile {
+  static constexpr int kHeadDim = kHeadDim_, kBlockM = kBlockM_, kBlockN = kBlockN_;
+  static constexpr int kStages = kStages_, kQStages = kQStages_;
+  static constexpr int kConsumers = kBlockM / 64, kThreads = (kConsumers + 1) * 128;
+  // 64 K registers a multiprocessor: the producer needs few.
+  static constexpr int kProducerRegisters = kConsumers == 2 ? 40 : 32;
+  static constexpr int kConsumerRegisters = kConsumers == 2 ? 232 : 160;
+  using Slab = Slabs<kHeadDim>;
+  using Barrier = Barriers<kQStages, kStages>;
+
+  static constexpr int kQ_bytes = kBlockM * kHeadDim * 2, kKV_bytes = kBlockN * kHeadDim * 2;
+  static constexpr int kQ = 0, kK = kQ + kQStages * kQ_bytes, kV = kK + kStages * kKV_bytes;
+  static constexpr int kWork = kV + kStages * kKV_bytes, kWork_bytes = 64;
+  static constexpr int kBarriers = kWork + kWork_bytes;
+  static constexpr int kShared_bytes = kBarriers + Barrier::kCount * 8;
+  static_assert(kShared_bytes <= 227 * 1024, "a thread block has 227 KB");
+  static_assert(kBlockN % 16 == 0 && kBlockM % 64 == 0 && kKV_bytes / Slab::kCount % 1024 == 0,
+                "wgmma takes 64 queries, 16 keys a step, and slabs aligned to their swizzle");
+};
+
+// Which mask a tile size is for: kSome hides a part of the score matrix (causal or a window).
+enum class MaskKind { kNone, kSome };
+
+template <int kHeadDim, MaskKind kMask>
+struct FwdConfig;
+// clang-format off
+template <> struct FwdConfig<64, MaskKind::kSome> : FwdTile<64, 192, 128, 2, 2> {};
+template <> struct FwdConfig<64, MaskKind::kNone> : FwdTile<64, 192, 128, 2, 2> {};
+template <> struct FwdConfig<96, MaskKind::kSome> : FwdTile<96, 128, 128, 2, 2> {};
+template <> struct FwdConfig<96, MaskKind::kNone> : FwdTile<96, 128, 176, 2, 2> {};
+template <> struct FwdConfig<128, MaskKind::kSome> : FwdTile<128, 128, 128, 2, 2> {};
+template <> struct FwdConfig<128, MaskKind::kNone> : FwdTile<128, 128, 176, 2, 1> {};
+template <> struct FwdConfig<192, MaskKind::kSome> : FwdTile<192, 128, 96, 2, 1> {};
+template <> struct FwdConfig<192, MaskKind::kNone> : FwdTile<192, 128, 112, 2, 1> {};
+template <> struct FwdConfig<256, MaskKind::kSome> : FwdTile<256, 128, 80, 2, 1> {};
+template <> struct FwdConfig<256, MaskKind::kNone> : FwdTile<256, 128, 80, 2, 1> {};
+// clang-format on
+
+}  // namespace fa2::sm90

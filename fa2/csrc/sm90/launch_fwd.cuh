@@ -1,0 +1,119 @@
+// Host side of the sm90 forward: (varlen) the list of tiles, tensor maps, the kernel. Included by
+// inst/fwd_*.cu alone.
+#pragma once
+
+#include <algorithm>
+#include <array>
+
+#include "../sm80/launch.cuh"
+#include "../tile/schedule.cuh"
+#include "attention.h"
+#include "fwd.cuh"
+
+namespace fa2::sm90 {
+
+using sm80::allow_shared_memory;
+using sm80::ceil_div;
+using sm80::launch;
+
+inline cudaError_t multiprocessors(int* count) {
+  static std::array<std::atomic<int>, 64> known{};
+  int device = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error != cudaSuccess) return error;
+  if (device < 64 && (*count = known[device].load(std::memory_order_relaxed)) != 0) return cudaSuccess;
+  error = cudaDeviceGetAttribute(count, cudaDevAttrMultiProcessorCount, device);
+  if (error == cudaSuccess && device < 64) known[device].store(*count, std::memory_order_relaxed);
+  return error;
+}
+
+// A kernel that may start while the one before it ends; it waits for that one's results itself.
+template <class Arguments>
+cudaError_t launch_early(void (*kernel)(Arguments), int blocks, int threads, int shared_bytes,
+                         cudaStream_t stream, const Arguments& arguments) {
+  cudaLaunchAttribute attribute;
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(blocks);
+  config.blockDim = dim3(threads);
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  return cudaLaunchKernelEx(&config, kernel, arguments);
+}
+
+// Dense tiles need no list, only the count of those handed out.
+__global__ void reset_handed_out(int32_t* tiles) {
+  ptx::let_next_kernel_start();
+  tiles[1] = 0;
+}
+
+template <class Element, class Config>
+cudaError_t launch_fwd_tiles(const FwdParams& p, cudaStream_t stream) {
+  constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN, kHeadDim = Config::kHeadDim;
+  static std::atomic<uint64_t> devices;
+  cudaError_t error = allow_shared_memory(attention_fwd<Element, Config>, Config::kShared_bytes, devices);
+  int sms = 0;
+  if (error == cudaSuccess) error = multiprocessors(&sms);
+  if (error != cudaSuccess) return error;
+
+  FwdArguments a;
+  a.p = p;
+  const bool varlen = p.cu_seqlens_q != nullptr;
+  const int batch = varlen ? -1 : p.batch;
+  const int rows_q = varlen ? p.total_q : p.seqlen_q, rows_k = varlen ? p.total_k : p.seqlen_k;
+  constexpr int kWidth = Config::Slab::kWidth;
+  error = make_tensor_map(&a.q, p.q, p.q_strides, {p.headdim, rows_q, p.nheads_q, batch, kWidth, kBlockM});
+  if (error == cudaSuccess)
+    error = make_tensor_map(&a.out, p.out, p.out_strides, {p.headdim, rows_q, p.nheads_q, batch, kWidth, 64});
+  // Without a single key only rows past the end are read, which are zeros: any address will do.
+  const bool keys = rows_k > 0;
+  const TensorMapShape shape_k = {p.headdim, keys ? rows_k : 1, p.nheads_kv, batch, kWidth, kBlockN};
+  if (error == cudaSuccess)
+    error = make_tensor_map(&a.k, keys ? p.k : p.q, keys ? p.k_strides : p.q_strides, shape_k);
+  if (error == cudaSuccess)
+    error = make_tensor_map(&a.v, keys ? p.v : p.q, keys ? p.v_strides : p.q_strides, shape_k);
+  if (error != cudaSuccess) return error;
+
+  // Under a full mask all dense tiles are alike and need no queue.
+  if (!varlen && p.window_left < 0 && p.window_right < 0) a.p.tiles = nullptr;
+  if (varlen) {
+    error = launch(schedule_tiles<kBlockM, true>, 1, kScheduleThreads, 0, stream, p.cu_seqlens_q,
+                   p.cu_seqlens_k, p.total_q, p.batch, p.tiles);
+  } else if (a.p.tiles != nullptr) {
+    error = launch(reset_handed_out, 1, 1, 0, stream, a.p.tiles);
+  }
+  if (error != cudaSuccess) return error;
+
+  a.key_bytes = static_cast<float>(4 * kHeadDim) * p.nheads_kv / p.nheads_q;
+  const int64_t tiles =
+      (varlen ? tile_capacity(p.total_q, p.batch, kBlockM) : p.batch * ceil_div(p.seqlen_q, kBlockM)) *
+      p.nheads_q;
+  const int blocks = static_cast<int>(std::min<int64_t>(tiles, sms));
+  if (a.p.tiles == nullptr)
+    return launch(attention_fwd<Element, Config>, blocks, Config::kThreads, Config::kShared_bytes, stream, a);
+  return launch_early(attention_fwd<Element, Config>, blocks, Config::kThreads, Config::kShared_bytes, stream,
+                      a);
+}
+
+template <DType kDType, int kHeadDim>
+cudaError_t launch_fwd(const FwdParams& p, cudaStream_t stream) {
+  using Element = sm80::Element<kDType>;
+  if (p.window_left < 0 && p.window_right < 0)
+    return launch_fwd_tiles<Element, FwdConfig<kHeadDim, MaskKind::kNone>>(p, stream);
+  return launch_fwd_tiles<Element, FwdConfig<kHeadDim, MaskKind::kSome>>(p, stream);
+}
+
+template <DType kDType, int kHeadDim>
+const void* fwd_function() {
+  return reinterpret_cast<const void*>(
+      attention_fwd<sm80::Element<kDType>, FwdConfig<kHeadDim, MaskKind::kSome>>);
+}
+
+#define FA2_INSTANTIATE_FWD(kDType, kHeadDim)                                        \
+  template cudaError_t launch_fwd<kDType, kHeadDim>(const FwdParams&, cudaStream_t); \
+  template const void* fwd_function<kDType, kHeadDim>();
+
+}  // namespace fa2::sm90
