@@ -30,8 +30,6 @@ SCHEMAS = (
     " -> Tensor dqkv",
     "bwd_varlen_qkvpacked(Tensor dout, Tensor qkv, Tensor out, Tensor softmax_lse, Tensor cu_seqlens, int max_seqlen,"
     f" {_MASK}, bool deterministic) -> Tensor dqkv",
-    "delta(Tensor dout, Tensor out) -> Tensor",
-    "delta_varlen(Tensor dout, Tensor out, Tensor cu_seqlens_q) -> Tensor",
 )
 for _schema in SCHEMAS:
     _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
@@ -66,18 +64,6 @@ def _bwd_fake(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tupl
 @torch.library.register_fake("fa2::bwd_varlen_qkvpacked", lib=_library)
 def _bwd_qkvpacked_fake(dout: Tensor, qkv: Tensor, *rest: Any) -> Tensor:
     return _like(qkv)
-
-
-@torch.library.register_fake("fa2::delta", lib=_library)
-def _delta_fake(dout: Tensor, out: Tensor) -> Tensor:
-    b, s, h, _ = out.shape
-    return out.new_empty((b, h, s), dtype=reference.compute_dtype(out.dtype))
-
-
-@torch.library.register_fake("fa2::delta_varlen", lib=_library)
-def _delta_varlen_fake(dout: Tensor, out: Tensor, cu_seqlens_q: Tensor) -> Tensor:
-    t, h, _ = out.shape
-    return out.new_empty((h, t), dtype=reference.compute_dtype(out.dtype))
 
 
 # --- CPU kernels
@@ -151,16 +137,6 @@ def _bwd_varlen_qkvpacked_cpu(
     return torch.stack(dqkv, dim=-3)
 
 
-def _delta_cpu(dout: Tensor, out: Tensor) -> Tensor:
-    dtype = reference.compute_dtype(out.dtype)
-    return (dout.to(dtype) * out.to(dtype)).sum(dim=-1).transpose(-1, -2).contiguous()
-
-
-def _delta_varlen_cpu(dout: Tensor, out: Tensor, cu_seqlens_q: Tensor) -> Tensor:
-    past_the_end = torch.arange(out.shape[0], device=out.device) >= cu_seqlens_q[-1]
-    return _delta_cpu(dout, out).masked_fill(past_the_end, 0.0)
-
-
 for _name, _kernel in (
     ("fwd", _fwd_cpu),
     ("fwd_varlen", _fwd_varlen_cpu),
@@ -168,8 +144,6 @@ for _name, _kernel in (
     ("bwd_varlen", _bwd_varlen_cpu),
     ("bwd_qkvpacked", _bwd_qkvpacked_cpu),
     ("bwd_varlen_qkvpacked", _bwd_varlen_qkvpacked_cpu),
-    ("delta", _delta_cpu),
-    ("delta_varlen", _delta_varlen_cpu),
 ):
     _library.impl(_name, _kernel, "CPU")
 

@@ -95,63 +95,6 @@ void launch(const Kernel& kernel, int device, const void* params) {
   STD_TORCH_CHECK(false, "fa2: ", describe(error, sm));
 }
 
-Tensor run_delta(Tensor dout, Tensor out, const Tensor* cu_seqlens_q) {
-  const int64_t dims = cu_seqlens_q != nullptr ? 3 : 4;
-  const char* layout = dims == 3 ? "(total_q, nheads, headdim)" : "(batch, seqlen_q, nheads, headdim)";
-  STD_TORCH_CHECK(out.dim() == dims, "fa2: out must be of shape ", layout, ", got ", show(out.sizes()));
-  const auto sizes = out.sizes();
-  STD_TORCH_CHECK(dout.dim() == dims && std::equal(sizes.begin(), sizes.end(), dout.sizes().begin()),
-                  "fa2: dout must be of out's shape ", show(sizes), ", got ", show(dout.sizes()));
-  const DType dtype = kernel_dtype("out", out);
-  STD_TORCH_CHECK(dout.scalar_type() == out.scalar_type(), "fa2: dout must be of out's dtype, got ",
-                  torch::headeronly::toString(dout.scalar_type()));
-  const int device = out.get_device_index();
-  STD_TORCH_CHECK(dout.get_device_index() == device, "fa2: dout must be on out's device ", device, ", got ",
-                  dout.get_device_index());
-  const int headdim = as_int("headdim", sizes[dims - 1]);
-  STD_TORCH_CHECK(headdim > 0 && headdim % 8 == 0, "fa2: headdim must be a positive multiple of 8, got ",
-                  headdim);
-
-  DeltaParams params{};
-  params.batch = dims == 4 ? as_int("batch", sizes[0]) : 1;
-  params.rows = as_int(dims == 4 ? "seqlen_q" : "total_q", sizes[dims - 3]);
-  params.nheads = as_int("nheads", sizes[dims - 2]);
-  params.headdim = headdim;
-  if (cu_seqlens_q != nullptr) {
-    const Tensor& cu = *cu_seqlens_q;
-    STD_TORCH_CHECK(cu.scalar_type() == ScalarType::Int, "fa2: cu_seqlens_q must be int32, got ",
-                    torch::headeronly::toString(cu.scalar_type()));
-    STD_TORCH_CHECK(cu.is_cuda() && cu.get_device_index() == device,
-                    "fa2: cu_seqlens_q must be on out's device");
-    STD_TORCH_CHECK(cu.dim() == 1 && cu.numel() >= 1 && cu.is_contiguous(),
-                    "fa2: cu_seqlens_q must be of shape (batch + 1,) and contiguous, got ", show(cu.sizes()));
-    params.rows_end = static_cast<const int32_t*>(cu.data_ptr()) + (cu.numel() - 1);
-  }
-
-  const torch::stable::accelerator::DeviceGuard guard(device);
-  std::vector<int64_t> shape = {params.nheads, params.rows};
-  if (dims == 4) shape.insert(shape.begin(), params.batch);
-  Tensor delta = torch::stable::new_empty(out, shape, ScalarType::Float);
-  if (delta.numel() == 0) return delta;
-  dout = vectorizable(dout);
-  out = vectorizable(out);
-  params.dout = dout.data_ptr();
-  params.out = out.data_ptr();
-  params.delta = static_cast<float*>(delta.data_ptr());
-  params.dout_strides = strides_of(dout);
-  params.out_strides = strides_of(out);
-  launch(kernel_for(Op::kDelta, dtype, headdim, device), device, &params);
-  return delta;
-}
-
-Tensor delta(Tensor dout, Tensor out) {
-  return run_delta(dout, out, nullptr);
-}
-
-Tensor delta_varlen(Tensor dout, Tensor out, Tensor cu_seqlens_q) {
-  return run_delta(dout, out, &cu_seqlens_q);
-}
-
 // --- attention. The public functions have checked what the user gave (fa2/checks.py); here is what would
 // make a kernel read or write outside its tensors.
 
@@ -410,8 +353,6 @@ STABLE_TORCH_LIBRARY_IMPL(fa2, CUDA, library) {
   library.impl("bwd_varlen", TORCH_BOX(&fa2::bwd_varlen));
   library.impl("bwd_qkvpacked", TORCH_BOX(&fa2::bwd_qkvpacked));
   library.impl("bwd_varlen_qkvpacked", TORCH_BOX(&fa2::bwd_varlen_qkvpacked));
-  library.impl("delta", TORCH_BOX(&fa2::delta));
-  library.impl("delta_varlen", TORCH_BOX(&fa2::delta_varlen));
 }
 
 // Called through ctypes by fa2/extension.py; they touch no tensor.
