@@ -13,7 +13,6 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
-#include <optional>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -113,10 +112,15 @@ const int32_t* offsets(const char* argument, const Tensor& cu_seqlens, int devic
   return static_cast<const int32_t*>(cu_seqlens.data_ptr());
 }
 
+using Sizes = torch::headeronly::IntHeaderOnlyArrayRef;
+
+bool same_sizes(Sizes a, Sizes b) {
+  return a.size() == b.size() && std::equal(a.begin(), a.end(), b.begin());
+}
+
 void check_same(const char* argument, const Tensor& x, const char* other, const Tensor& y, bool shape) {
-  STD_TORCH_CHECK(
-      x.dim() == y.dim() && (!shape || std::equal(x.sizes().begin(), x.sizes().end(), y.sizes().begin())),
-      "fa2: ", argument, " must be of ", other, "'s shape ", show(y.sizes()), ", got ", show(x.sizes()));
+  STD_TORCH_CHECK(x.dim() == y.dim() && (!shape || same_sizes(x.sizes(), y.sizes())), "fa2: ", argument,
+                  " must be of ", other, "'s shape ", show(y.sizes()), ", got ", show(x.sizes()));
   STD_TORCH_CHECK(x.scalar_type() == y.scalar_type(), "fa2: ", argument, " must be of ", other,
                   "'s dtype, got ", torch::headeronly::toString(x.scalar_type()));
   STD_TORCH_CHECK(x.is_cuda() && x.get_device_index() == y.get_device_index(), "fa2: ", argument,
@@ -166,13 +170,72 @@ void fill(Problem& p, const Tensor& q, const Tensor& k, const Tensor& v, const L
   p.lse_head = rows;
 }
 
-std::vector<int64_t> lse_shape(const Tensor& q) {
-  if (q.dim() == 3) return {q.size(1), q.size(0)};
-  return {q.size(0), q.size(2), q.size(1)};
+// --- memory. A call of these operators is short, so its tensors are made by the shim's own functions:
+// torch::stable's new_empty and select find aten's operator by name and box their arguments, 1 µs more each.
+
+constexpr int64_t kMaxDims = 5;  // qkv, dense
+
+// A shape, and the strides of a contiguous tensor of it.
+struct Layout {
+  explicit Layout(Sizes of) : sizes(of) {
+    int64_t stride = 1;
+    for (size_t i = of.size(); i-- > 0; stride *= std::max<int64_t>(of[i], 1)) strides[i] = stride;
+  }
+  int64_t dims() const { return static_cast<int64_t>(sizes.size()); }
+
+  Sizes sizes;
+  int64_t strides[kMaxDims];
+};
+
+// On x's device.
+Tensor empty_beside(const Tensor& x, Sizes sizes, int32_t dtype) {
+  const Layout layout(sizes);
+  int32_t device_type = 0;
+  AtenTensorHandle made = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(x.get(), &device_type));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(layout.dims(), sizes.data(), layout.strides, dtype,
+                                                  device_type, x.get_device_index(), &made));
+  return Tensor(made);
 }
 
-std::vector<int64_t> shape_of(const Tensor& x) {
-  return {x.sizes().begin(), x.sizes().end()};
+Tensor empty_as(const Tensor& x) {
+  int32_t dtype = 0;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(x.get(), &dtype));
+  return empty_beside(x, x.sizes(), dtype);
+}
+
+// x's memory in another shape, from element `offset` on.
+Tensor view(const Tensor& x, Sizes sizes, const int64_t* strides, int64_t offset) {
+  AtenTensorHandle made = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(x.get(), static_cast<int64_t>(sizes.size()),
+                                                        sizes.data(), strides, offset, &made));
+  return Tensor(made);
+}
+
+// x's i-th slice along `dim`.
+Tensor slice(const Tensor& x, int64_t dim, int64_t i) {
+  std::vector<int64_t> sizes(x.sizes().begin(), x.sizes().end());
+  std::vector<int64_t> strides(x.strides().begin(), x.strides().end());
+  sizes.erase(sizes.begin() + dim);
+  strides.erase(strides.begin() + dim);
+  return view(x, sizes, strides.data(), i * x.stride(dim));
+}
+
+// Several arrays in one allocation of fp32 numbers, each aligned to 256 bytes.
+struct Scratch {
+  int64_t bytes = 0;
+  int64_t take(int64_t size) { return std::exchange(bytes, bytes + (size + 255) / 256 * 256); }
+  Tensor beside(const Tensor& x) const {
+    const int64_t n = bytes / 4;
+    return empty_beside(x, Sizes(&n, 1), aoti_torch_dtype_float32());
+  }
+};
+
+// (nheads, total) or (batch, nheads, seqlen), of q's (total, nheads, headdim) or (batch, seqlen, nheads,
+// headdim).
+std::vector<int64_t> lse_shape(const Tensor& q) {
+  const auto s = q.sizes();
+  return s.size() == 3 ? std::vector<int64_t>{s[1], s[0]} : std::vector<int64_t>{s[0], s[2], s[1]};
 }
 
 std::tuple<Tensor, Tensor> run_fwd(Tensor q, Tensor k, Tensor v, const Lengths* lengths, double softmax_scale,
@@ -183,17 +246,19 @@ std::tuple<Tensor, Tensor> run_fwd(Tensor q, Tensor k, Tensor v, const Lengths* 
   const int device = q.get_device_index();
   const torch::stable::accelerator::DeviceGuard guard(device);
   const Kernel& kernel = kernel_for(Op::kFwd, dtype, p.headdim, device);
-  Tensor out = torch::stable::new_empty(q, shape_of(q));
-  Tensor lse = torch::stable::new_empty(q, lse_shape(q), ScalarType::Float);
+  Tensor out = empty_as(q);
+  // Varlen's list of tiles lies behind lse, in the same allocation: T / 4 bytes more, and 1 µs less.
+  const std::vector<int64_t> rows = lse_shape(q);
+  Scratch scratch;
+  scratch.take(q.numel() / p.headdim * 4);
+  const int64_t tiles = scratch.take(lengths != nullptr ? tile_list_size(p.total_q, p.batch) * 4 : 0);
+  const Tensor buffer = scratch.beside(q);
+  Tensor lse = view(buffer, rows, Layout(rows).strides, 0);
   if (lse.numel() == 0) return {out, lse};
   q = vectorizable(q);
   k = vectorizable(k);
   v = vectorizable(v);
-  std::optional<Tensor> tiles;  // lives until the launch; its memory returns to the stream's pool
-  if (lengths != nullptr) {
-    tiles = torch::stable::new_empty(q, {tile_list_size(p.total_q, p.batch)}, ScalarType::Int);
-    p.tiles = static_cast<int32_t*>(tiles->data_ptr());
-  }
+  if (lengths != nullptr) p.tiles = reinterpret_cast<int32_t*>(static_cast<char*>(buffer.data_ptr()) + tiles);
   p.q = q.data_ptr();
   p.k = k.data_ptr();
   p.v = v.data_ptr();
@@ -212,12 +277,6 @@ struct Gradients {
   Tensor dq, dk, dv;
 };
 
-// Bytes that one allocation serves several arrays from, each aligned to 256 bytes.
-struct Scratch {
-  int64_t bytes = 0;
-  int64_t take(int64_t size) { return std::exchange(bytes, bytes + (size + 255) / 256 * 256); }
-};
-
 void run_bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, const Tensor& lse, const Gradients& to,
              const Lengths* lengths, double softmax_scale, int64_t window_left, int64_t window_right,
              bool deterministic) {
@@ -227,8 +286,9 @@ void run_bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, const Tensor
   check_same("dout", dout, "q", q, true);
   check_same("out", out, "q", q, true);
   const std::vector<int64_t> rows = lse_shape(q);
-  STD_TORCH_CHECK(lse.scalar_type() == ScalarType::Float && lse.is_contiguous() && shape_of(lse) == rows,
-                  "fa2: softmax_lse must be what the forward returned, got ", show(lse.sizes()));
+  STD_TORCH_CHECK(
+      lse.scalar_type() == ScalarType::Float && lse.is_contiguous() && same_sizes(lse.sizes(), rows),
+      "fa2: softmax_lse must be what the forward returned, got ", show(lse.sizes()));
   if (q.numel() == 0 && k.numel() == 0) return;
   const int device = q.get_device_index();
   const torch::stable::accelerator::DeviceGuard guard(device);
@@ -244,7 +304,7 @@ void run_bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, const Tensor
   const int64_t dq_accum = scratch.take(lse.numel() * kernel.max_headdim * 4);
   const int64_t tiles = scratch.take(lengths != nullptr ? tile_list_size(p.total_k, p.batch) * 4 : 0);
   const int64_t semaphore = scratch.take(deterministic ? semaphores(tokens, p.batch, p.nheads_q) * 4 : 0);
-  Tensor buffer = torch::stable::new_empty(q, {scratch.bytes}, ScalarType::Byte);
+  Tensor buffer = scratch.beside(q);
   char* const base = static_cast<char*>(buffer.data_ptr());
   p.lse_log2 = reinterpret_cast<float*>(base + lse_log2);
   p.delta = reinterpret_cast<float*>(base + delta);
@@ -275,8 +335,7 @@ std::tuple<Tensor, Tensor, Tensor> run_bwd_apart(Tensor dout, Tensor q, Tensor k
                                                  Tensor lse, const Lengths* lengths, double softmax_scale,
                                                  int64_t window_left, int64_t window_right,
                                                  bool deterministic) {
-  const Gradients to{torch::stable::new_empty(q, shape_of(q)), torch::stable::new_empty(k, shape_of(k)),
-                     torch::stable::new_empty(v, shape_of(v))};
+  const Gradients to{empty_as(q), empty_as(k), empty_as(v)};
   run_bwd(dout, q, k, v, out, lse, to, lengths, softmax_scale, window_left, window_right, deterministic);
   return {to.dq, to.dk, to.dv};
 }
@@ -289,10 +348,8 @@ Tensor run_bwd_packed(Tensor dout, Tensor qkv, Tensor out, Tensor lse, const Len
   STD_TORCH_CHECK(qkv.dim() == dims && qkv.size(dims - 3) == 3,
                   "fa2: qkv must be of shape (..., 3, nheads, headdim) with ", dims, " dimensions, got ",
                   show(qkv.sizes()));
-  const auto part = [&](const Tensor& packed, int64_t i) {
-    return torch::stable::select(packed, dims - 3, i);
-  };
-  Tensor dqkv = torch::stable::new_empty(qkv, shape_of(qkv));
+  const auto part = [dims](const Tensor& packed, int64_t i) { return slice(packed, dims - 3, i); };
+  Tensor dqkv = empty_as(qkv);
   const Gradients to{part(dqkv, 0), part(dqkv, 1), part(dqkv, 2)};
   run_bwd(dout, part(qkv, 0), part(qkv, 1), part(qkv, 2), out, lse, to, lengths, softmax_scale, window_left,
           window_right, deterministic);
