@@ -182,8 +182,8 @@ def offsets(name: str, cu_seqlens: Tensor, total: int) -> list[int]:
 
 # os.environ's own dict, which assignments to os.environ (and monkeypatch.setenv) change: os.environ itself raises and
 # catches a KeyError to say that it holds nothing, 1 to 2 µs of every call.
-_environment: dict[Any, Any] = getattr(os.environ, "_data", {})
-_FA2_CHECK = os.environ.encodekey("FA2_CHECK")
+_environment: Any = getattr(os.environ, "_data", os.environ)
+_FA2_CHECK: Any = "FA2_CHECK" if _environment is os.environ else os.environ.encodekey("FA2_CHECK")
 
 
 def values_wanted() -> bool:

@@ -59,17 +59,16 @@ def _apart(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return q, k, v.view_as(v) if v is q or v is k else v
 
 
-def _attend(function: Any, tensors: tuple[Tensor, ...], *rest: Any) -> Any:
-    """Make the checked tensors ready for a kernel, apply the autograd function, cut the padding off.
-
-    The last of rest is with_lse.
-    """
+def _attend(function: Any, tensors: tuple[Tensor, ...], rest: tuple[Any, ...], with_lse: bool) -> Any:
+    """Make the checked tensors ready for a kernel, apply the autograd function, cut the padding off."""
     headdim = tensors[0].shape[-1]
     _need_kernel(tensors[0], headdim)
-    result = ops.apply(function, _kernel_ready(headdim, tensors), *rest)
-    out, lse = result if rest[-1] else (result, None)
+    result = ops.apply(function, _kernel_ready(headdim, tensors), *rest, with_lse)
+    if not (with_lse or headdim % 8):
+        return result
+    out, lse = result if with_lse else (result, None)
     out = out[..., :headdim] if headdim % 8 else out
-    return (out, lse, None) if rest[-1] else out
+    return (out, lse, None) if with_lse else out
 
 
 def _number(max_seqlen: Any) -> int:
@@ -122,7 +121,7 @@ def flash_attn_func(
     q, k, v = _autocast(q, k, v)
     checks.dense(q, k, v)
     mask = (checks.scale(softmax_scale, q.shape[-1]), *checks.window(window_size, causal, k.shape[1]))
-    return _attend(ops.Dense, _apart(q, k, v), mask, deterministic, return_attn_probs)
+    return _attend(ops.Dense, _apart(q, k, v), (mask, deterministic), return_attn_probs)
 
 
 def flash_attn_varlen_func(
@@ -184,8 +183,8 @@ def flash_attn_varlen_func(
         checks.varlen_values("cu_seqlens_k", cu_seqlens_k, k.shape[0], "max_seqlen_k", max_seqlen_k)
     mask = (checks.scale(softmax_scale, q.shape[-1]), *checks.window(window_size, causal, max_seqlen_k))
     cu_seqlens = (cu_seqlens_q, None if cu_seqlens_k is cu_seqlens_q else cu_seqlens_k)
-    rest = (max_seqlen_q, max_seqlen_k, *mask)
-    return _attend(ops.Varlen, _apart(q, k, v), *cu_seqlens, rest, deterministic, return_attn_probs)
+    rest = (*cu_seqlens, (max_seqlen_q, max_seqlen_k, *mask), deterministic)
+    return _attend(ops.Varlen, _apart(q, k, v), rest, return_attn_probs)
 
 
 def flash_attn_qkvpacked_func(
@@ -217,7 +216,7 @@ def flash_attn_qkvpacked_func(
     checks.packed("qkv", qkv, 3, 5, "(batch, seqlen, 3, nheads, headdim)")
     (qkv,) = _autocast(qkv)
     mask = (checks.scale(softmax_scale, qkv.shape[-1]), *checks.window(window_size, causal, qkv.shape[1]))
-    return _attend(ops.DenseQkvpacked, (qkv,), mask, deterministic, return_attn_probs)
+    return _attend(ops.DenseQkvpacked, (qkv,), (mask, deterministic), return_attn_probs)
 
 
 def flash_attn_kvpacked_func(
@@ -290,7 +289,7 @@ def flash_attn_varlen_qkvpacked_func(
     if checks.values_wanted():
         checks.varlen_values("cu_seqlens", cu_seqlens, qkv.shape[0], "max_seqlen", max_seqlen)
     mask = (checks.scale(softmax_scale, qkv.shape[-1]), *checks.window(window_size, causal, max_seqlen))
-    return _attend(ops.VarlenQkvpacked, (qkv,), cu_seqlens, max_seqlen, mask, deterministic, return_attn_probs)
+    return _attend(ops.VarlenQkvpacked, (qkv,), (cu_seqlens, max_seqlen, mask, deterministic), return_attn_probs)
 
 
 def flash_attn_varlen_kvpacked_func(

@@ -187,23 +187,6 @@ class _Unused:
     mark_non_differentiable = save_for_backward
 
 
-_requires_grad = operator.attrgetter("requires_grad")
-
-
-def apply(function: Any, tensors: Sequence[Tensor], *rest: Any) -> Any:
-    """function.apply, in eager mode by the shortest way: it costs more than the operator.
-
-    Without a gradient to come it is the forward alone; otherwise it is apply without its look at each argument, which
-    is for transforms of torch.func (refused by apply, as forward-mode derivatives are).
-    """
-    unusual = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
-    if torch.compiler.is_compiling() or unusual:
-        return function.apply(*tensors, *rest)
-    if not (torch.is_grad_enabled() and any(map(_requires_grad, tensors))):
-        return function.forward(_Unused(), *tensors, *rest)
-    return super(torch.autograd.Function, function).apply(*tensors, *rest)
-
-
 def _result(ctx: Any, out: Tensor, lse: Tensor, with_lse: bool) -> Any:
     if not with_lse:
         return out
@@ -290,6 +273,30 @@ class VarlenQkvpacked(torch.autograd.Function):
     @_differentiable_once
     def backward(ctx: Any, dout: Tensor, *_dlse: Tensor) -> Any:
         return _bwd_varlen_qkvpacked(dout, *ctx.saved_tensors, *ctx.rest), None, None, None, None, None
+
+
+_requires_grad = operator.attrgetter("requires_grad")
+
+
+def _bare_apply(function: Any) -> Any:
+    """apply below torch.autograd.Function's own, which looks at every argument for transforms of torch.func."""
+    return super(torch.autograd.Function, function).apply
+
+
+_apply = {function: _bare_apply(function) for function in (Dense, Varlen, DenseQkvpacked, VarlenQkvpacked)}
+
+
+def apply(function: Any, tensors: Sequence[Tensor], *rest: Any) -> Any:
+    """function.apply(*tensors, *rest) by the shortest way: apply costs more than the operator it wraps.
+
+    Without a gradient to come it is the forward alone. Forward-mode derivatives and torch.func are left to
+    torch.autograd.Function, which refuses them, and tracing to Dynamo.
+    """
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        return function.apply(*tensors, *rest)
+    if torch.is_grad_enabled() and any(map(_requires_grad, tensors)):
+        return _apply[function](*tensors, *rest)
+    return function.forward(_Unused(), *tensors, *rest)
 
 
 # --- FLOPs for FlopCounterMode, in torch's convention for attention: the mask is not counted off, the backward is 2.5
