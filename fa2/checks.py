@@ -29,7 +29,7 @@ def refused(argument: str, rule: str, value: object) -> ValueError:
 
 
 def options(
-    *, dropout_p: float = 0.0, softcap: float = 0.0, alibi_slopes: Tensor | None = None, block_table: Any = None
+    dropout_p: float = 0.0, softcap: float = 0.0, alibi_slopes: Tensor | None = None, block_table: Any = None
 ) -> None:
     """Options of flash_attn that no kernel here has: refused, never ignored."""
     if dropout_p != 0.0:
@@ -48,7 +48,8 @@ def window(window_size: Any, causal: bool, max_seqlen_k: int) -> tuple[int, int]
     Reduced here, on the host, so that equal masks take the same path and agree bit for bit.
     """
     try:
-        left, right = (operator.index(bound) for bound in window_size)
+        left, right = window_size
+        left, right = operator.index(left), operator.index(right)
     except (TypeError, ValueError):
         raise refused("window_size", "two integers (left, right)", window_size) from None
     if left < -1 or right < -1:
@@ -74,60 +75,96 @@ def scale(softmax_scale: Any, headdim: int) -> float:
 
 
 def tensors(q: Any, k: Any, v: Any) -> None:
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, Tensor):
-            raise refused(name, "a tensor", type(x).__name__)
+    if isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor):
+        return
+    name, x = next((name, x) for name, x in (("q", q), ("k", k), ("v", v)) if not isinstance(x, Tensor))
+    raise refused(name, "a tensor", type(x).__name__)
 
 
-def _qkv(q: Tensor, k: Tensor, v: Tensor, dims: int, layout: str) -> None:
-    tensors(q, k, v)
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.dim() != dims:
-            raise refused(name, f"of shape {layout}", tuple(x.shape))
-        if x.dtype not in FLOATING:
-            raise refused(name, "float16, bfloat16, float32 or float64", x.dtype)
-        if x.dtype != q.dtype:
-            raise refused(name, f"of q's dtype {q.dtype}", x.dtype)
-        if x.device != q.device:
-            raise refused(name, f"on q's device {q.device}", x.device)
-    if v.shape != k.shape:
-        raise refused("v", f"of k's shape {tuple(k.shape)}", tuple(v.shape))
-    if k.shape[-1] != q.shape[-1]:
-        raise refused("k", f"of q's headdim {q.shape[-1]}", k.shape[-1])
-    if q.shape[-1] == 0:
-        raise refused("q", "of a headdim of at least 1", q.shape[-1])
-    nheads_q, nheads_kv = q.shape[-2], k.shape[-2]
+def _qkv(q: Tensor, k: Tensor, v: Tensor, dims: int, layout: str) -> tuple[Any, Any]:
+    """Returns the shapes of q and k. Every attribute is read once: such reads are what a check costs."""
+    dtype, device, shape_q, shape_k, shape_v = q.dtype, q.device, q.shape, k.shape, v.shape
+    if dtype not in FLOATING:
+        raise refused("q", "float16, bfloat16, float32 or float64", dtype)
+    if not len(shape_q) == len(shape_k) == len(shape_v) == dims:
+        name, shape = next((n, s) for n, s in zip("qkv", (shape_q, shape_k, shape_v), strict=True) if len(s) != dims)
+        raise refused(name, f"of shape {layout}", tuple(shape))
+    if k.dtype != dtype or v.dtype != dtype:
+        name, x = ("v", v) if k.dtype == dtype else ("k", k)
+        raise refused(name, f"of q's dtype {dtype}", x.dtype)
+    if k.device != device or v.device != device:
+        name, x = ("v", v) if k.device == device else ("k", k)
+        raise refused(name, f"on q's device {device}", x.device)
+    if shape_v != shape_k:
+        raise refused("v", f"of k's shape {tuple(shape_k)}", tuple(shape_v))
+    nheads_q, headdim, nheads_kv = shape_q[-2], shape_q[-1], shape_k[-2]
+    if shape_k[-1] != headdim:
+        raise refused("k", f"of q's headdim {headdim}", shape_k[-1])
+    if headdim == 0:
+        raise refused("q", "of a headdim of at least 1", headdim)
     if nheads_kv == 0 or nheads_q == 0 or nheads_q % nheads_kv:
         raise refused("nheads_q", f"a positive multiple of nheads_kv ({nheads_kv})", nheads_q)
+    return shape_q, shape_k
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor) -> None:
-    _qkv(q, k, v, 4, "(batch, seqlen, nheads, headdim)")
-    if k.shape[0] != q.shape[0]:
-        raise refused("k", f"of q's batch {q.shape[0]}", k.shape[0])
+    shape_q, shape_k = _qkv(q, k, v, 4, "(batch, seqlen, nheads, headdim)")
+    if shape_k[0] != shape_q[0]:
+        raise refused("k", f"of q's batch {shape_q[0]}", shape_k[0])
+
+
+def _cu_seqlens(name: str, cu_seqlens: Any, device: torch.device) -> Any:
+    if not isinstance(cu_seqlens, Tensor):
+        raise refused(name, "a tensor", type(cu_seqlens).__name__)
+    if cu_seqlens.dtype != torch.int32:
+        raise refused(name, "int32", cu_seqlens.dtype)
+    if cu_seqlens.device != device:
+        raise refused(name, f"on q's device {device}", cu_seqlens.device)
+    shape = cu_seqlens.shape
+    if len(shape) != 1 or shape[0] == 0:
+        raise refused(name, "of shape (batch + 1,)", tuple(shape))
+    if not cu_seqlens.is_contiguous():
+        raise refused(name, "contiguous", f"stride {cu_seqlens.stride()}")
+    return shape
+
+
+def _at_least_0(name: str, max_seqlen: int) -> None:
+    if max_seqlen < 0:
+        raise refused(name, "at least 0", max_seqlen)
 
 
 def varlen(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int
 ) -> None:
     _qkv(q, k, v, 3, "(total_tokens, nheads, headdim)")
-    for name, cu in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
-        if not isinstance(cu, Tensor):
-            raise refused(name, "a tensor", type(cu).__name__)
-        if cu.dtype != torch.int32:
-            raise refused(name, "int32", cu.dtype)
-        if cu.device != q.device:
-            raise refused(name, f"on q's device {q.device}", cu.device)
-        if cu.dim() != 1 or cu.shape[0] == 0:
-            raise refused(name, "of shape (batch + 1,)", tuple(cu.shape))
-        if cu.shape[0] > 1 and cu.stride(0) != 1:
-            raise refused(name, "contiguous", f"stride {cu.stride()}")
-    if cu_seqlens_k.shape != cu_seqlens_q.shape:
-        rule = f"of cu_seqlens_q's shape {tuple(cu_seqlens_q.shape)}"
-        raise refused("cu_seqlens_k", rule, tuple(cu_seqlens_k.shape))
-    for name, longest in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
-        if longest < 0:
-            raise refused(name, "at least 0", longest)
+    shape = _cu_seqlens("cu_seqlens_q", cu_seqlens_q, q.device)
+    if cu_seqlens_k is not cu_seqlens_q:
+        shape_k = _cu_seqlens("cu_seqlens_k", cu_seqlens_k, q.device)
+        if shape_k != shape:
+            raise refused("cu_seqlens_k", f"of cu_seqlens_q's shape {tuple(shape)}", tuple(shape_k))
+    _at_least_0("max_seqlen_q", max_seqlen_q)
+    _at_least_0("max_seqlen_k", max_seqlen_k)
+
+
+def packed(name: str, x: Any, parts: int, dims: int, layout: str) -> None:
+    """A tensor that holds q, k and v, or k and v, side by side: dims dimensions, parts of them third from last."""
+    if not isinstance(x, Tensor):
+        raise refused(name, "a tensor", type(x).__name__)
+    shape = x.shape
+    if len(shape) != dims or shape[-3] != parts:
+        raise refused(name, f"of shape {layout}", tuple(shape))
+    if x.dtype not in FLOATING:
+        raise refused(name, "float16, bfloat16, float32 or float64", x.dtype)
+    if shape[-1] == 0:
+        raise refused(name, "of a headdim of at least 1", 0)
+    if shape[-2] == 0:
+        raise refused(name, "of at least one head", 0)
+
+
+def varlen_packed(qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> None:
+    packed("qkv", qkv, 3, 4, "(total, 3, nheads, headdim)")
+    _cu_seqlens("cu_seqlens", cu_seqlens, qkv.device)
+    _at_least_0("max_seqlen", max_seqlen)
 
 
 def offsets(name: str, cu_seqlens: Tensor, total: int) -> list[int]:
@@ -143,9 +180,17 @@ def offsets(name: str, cu_seqlens: Tensor, total: int) -> list[int]:
     return values
 
 
+# os.environ's own dict, which assignments to os.environ (and monkeypatch.setenv) change: os.environ itself raises and
+# catches a KeyError to say that it holds nothing, 1 to 2 µs of every call.
+_environment: Any = getattr(os.environ, "_data", os.environ)
+_FA2_CHECK: Any = "FA2_CHECK" if _environment is os.environ else os.environ.encodekey("FA2_CHECK")
+
+
 def values_wanted() -> bool:
     """FA2_CHECK=1: also check values, accepting the synchronisation. Under torch.compile there are none to read."""
-    return not torch.compiler.is_compiling() and os.environ.get("FA2_CHECK", "0") not in ("", "0")
+    if torch.compiler.is_compiling() or _FA2_CHECK not in _environment:
+        return False
+    return os.environ.get("FA2_CHECK", "0") not in ("", "0")
 
 
 def varlen_values(name: str, cu_seqlens: Tensor, total: int, max_name: str, max_seqlen: int) -> None:

@@ -22,7 +22,7 @@ from fa2 import nvcc
 from fa2.checks import MAX_HEADDIM
 
 # The operators with CUDA kernels, known without the library: nothing is built for the sake of one that has none.
-CUDA_OPS = frozenset({"fwd", "bwd", "delta"})
+CUDA_OPS = frozenset({"fwd", "bwd"})
 
 
 @dataclass(frozen=True)

@@ -15,34 +15,42 @@ from fa2 import checks, extension, ops
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Under autocast, cast as a matmul would: everything but float64 to the region's dtype."""
-    device_type = tensors[0].device.type
+    device_type = "cuda" if tensors[0].is_cuda else tensors[0].device.type  # device.type makes a string anew
     if device_type == "meta" or not torch.is_autocast_enabled(device_type):
         return tensors
     dtype = torch.get_autocast_dtype(device_type)
     return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in tensors)
 
 
-def _need_kernel(q: Tensor) -> None:
+_served: set[tuple[torch.device, torch.dtype]] = set()  # GPUs whose kernels are loaded: not asked about again
+
+
+def _need_kernel(q: Tensor, headdim: int) -> None:
     """On CUDA: a dtype that kernels have, and a kernel for it on this GPU. On a CPU everything works."""
+    eager = not torch.compiler.is_compiling()
+    if eager and (q.device, q.dtype) in _served and headdim <= checks.MAX_HEADDIM:
+        return
     if q.device.type in checks.HOST_DEVICES:
         return
     if q.dtype not in (torch.float16, torch.bfloat16):
         rule = "float16 or bfloat16 on a GPU (float32 inputs are cast under torch.autocast)"
         raise checks.refused("q", rule, q.dtype)
-    if q.shape[-1] > checks.MAX_HEADDIM:
-        raise checks.refused("headdim", f"at most {checks.MAX_HEADDIM}", q.shape[-1])
-    # A constant, because the look-up happens while Dynamo traces, and under dynamic shapes q.shape[-1] is a symbol.
-    headdim = next(size for size in range(8, checks.MAX_HEADDIM + 1, 8) if q.shape[-1] <= size)
-    problem = extension.kernel_problem(str(q.device), q.dtype, headdim)
+    if headdim > checks.MAX_HEADDIM:
+        raise checks.refused("headdim", f"at most {checks.MAX_HEADDIM}", headdim)
+    # A constant, because the look-up happens while Dynamo traces, and under dynamic shapes headdim is a symbol.
+    size = next(size for size in range(8, checks.MAX_HEADDIM + 1, 8) if headdim <= size)
+    problem = extension.kernel_problem(str(q.device), q.dtype, size)
     if problem is not None:
         raise RuntimeError(f"fa2: {problem}")
+    if eager:
+        _served.add((q.device, q.dtype))
 
 
-def _kernel_ready(*tensors: Tensor) -> tuple[Tensor, ...]:
+def _kernel_ready(headdim: int, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """headdim padded with zeros to a multiple of 8, and one copy where the last dimension is not contiguous."""
-    if tensors[0].shape[-1] % 8:
-        return tuple(F.pad(x, (0, -x.shape[-1] % 8)) for x in tensors)
-    return tuple(x if x.stride(-1) == 1 or x.numel() == 0 else x.contiguous() for x in tensors)
+    if headdim % 8:
+        return tuple([F.pad(x, (0, -headdim % 8)) for x in tensors])
+    return tuple([x if x.is_contiguous() or x.stride(-1) == 1 else x.contiguous() for x in tensors])
 
 
 def _apart(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -54,9 +62,12 @@ def _apart(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def _attend(function: Any, tensors: tuple[Tensor, ...], rest: tuple[Any, ...], with_lse: bool) -> Any:
     """Make the checked tensors ready for a kernel, apply the autograd function, cut the padding off."""
     headdim = tensors[0].shape[-1]
-    _need_kernel(tensors[0])
-    out, lse = function.apply(*_kernel_ready(*tensors), *rest)
-    out = out[..., :headdim] if out.shape[-1] != headdim else out
+    _need_kernel(tensors[0], headdim)
+    result = ops.apply(function, _kernel_ready(headdim, tensors), *rest, with_lse)
+    if not (with_lse or headdim % 8):
+        return result
+    out, lse = result if with_lse else (result, None)
+    out = out[..., :headdim] if headdim % 8 else out
     return (out, lse, None) if with_lse else out
 
 
@@ -105,12 +116,12 @@ def flash_attn_func(
 
     Source: FlashAttention-2, arXiv 2307.08691, section 3.1.
     """
-    checks.options(dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi_slopes)
+    checks.options(dropout_p, softcap, alibi_slopes)
     checks.tensors(q, k, v)
     q, k, v = _autocast(q, k, v)
     checks.dense(q, k, v)
     mask = (checks.scale(softmax_scale, q.shape[-1]), *checks.window(window_size, causal, k.shape[1]))
-    return _attend(ops.Dense, _apart(q, k, v), (*mask, deterministic), return_attn_probs)
+    return _attend(ops.Dense, _apart(q, k, v), (mask, deterministic), return_attn_probs)
 
 
 def flash_attn_varlen_func(
@@ -162,7 +173,7 @@ def flash_attn_varlen_func(
 
     Source: FlashAttention-2, arXiv 2307.08691, section 3.1.
     """
-    checks.options(dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi_slopes, block_table=block_table)
+    checks.options(dropout_p, softcap, alibi_slopes, block_table)
     max_seqlen_q, max_seqlen_k = _number(max_seqlen_q), _number(max_seqlen_k)
     checks.tensors(q, k, v)
     q, k, v = _autocast(q, k, v)
@@ -171,16 +182,9 @@ def flash_attn_varlen_func(
         checks.varlen_values("cu_seqlens_q", cu_seqlens_q, q.shape[0], "max_seqlen_q", max_seqlen_q)
         checks.varlen_values("cu_seqlens_k", cu_seqlens_k, k.shape[0], "max_seqlen_k", max_seqlen_k)
     mask = (checks.scale(softmax_scale, q.shape[-1]), *checks.window(window_size, causal, max_seqlen_k))
-    lengths = (cu_seqlens_q, None if cu_seqlens_k is cu_seqlens_q else cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    return _attend(ops.Varlen, _apart(q, k, v), (*lengths, *mask, deterministic), return_attn_probs)
-
-
-def _unpack(name: str, packed: Tensor, parts: int, dims: int, layout: str) -> tuple[Tensor, ...]:
-    if not isinstance(packed, Tensor):
-        raise checks.refused(name, "a tensor", type(packed).__name__)
-    if packed.dim() != dims or packed.shape[-3] != parts:
-        raise checks.refused(name, f"of shape {layout}", tuple(packed.shape))
-    return packed.unbind(dim=-3)
+    cu_seqlens = (cu_seqlens_q, None if cu_seqlens_k is cu_seqlens_q else cu_seqlens_k)
+    rest = (*cu_seqlens, (max_seqlen_q, max_seqlen_k, *mask), deterministic)
+    return _attend(ops.Varlen, _apart(q, k, v), rest, return_attn_probs)
 
 
 def flash_attn_qkvpacked_func(
@@ -208,13 +212,11 @@ def flash_attn_qkvpacked_func(
 
     Source: FlashAttention-2, arXiv 2307.08691, section 3.1.
     """
-    checks.options(dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi_slopes)
-    _unpack("qkv", qkv, 3, 5, "(batch, seqlen, 3, nheads, headdim)")
+    checks.options(dropout_p, softcap, alibi_slopes)
+    checks.packed("qkv", qkv, 3, 5, "(batch, seqlen, 3, nheads, headdim)")
     (qkv,) = _autocast(qkv)
-    q, k, v = qkv.unbind(dim=-3)
-    checks.dense(q, k, v)
     mask = (checks.scale(softmax_scale, qkv.shape[-1]), *checks.window(window_size, causal, qkv.shape[1]))
-    return _attend(ops.DenseQkvpacked, (qkv,), (*mask, deterministic), return_attn_probs)
+    return _attend(ops.DenseQkvpacked, (qkv,), (mask, deterministic), return_attn_probs)
 
 
 def flash_attn_kvpacked_func(
@@ -244,7 +246,8 @@ def flash_attn_kvpacked_func(
 
     Source: FlashAttention-2, arXiv 2307.08691, section 3.1.
     """
-    k, v = _unpack("kv", kv, 2, 5, "(batch, seqlen, 2, nheads_kv, headdim)")
+    checks.packed("kv", kv, 2, 5, "(batch, seqlen, 2, nheads_kv, headdim)")
+    k, v = kv.unbind(dim=-3)
     return flash_attn_func(
         q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
     )
@@ -279,16 +282,14 @@ def flash_attn_varlen_qkvpacked_func(
 
     Source: FlashAttention-2, arXiv 2307.08691, section 3.1.
     """
-    checks.options(dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi_slopes)
-    _unpack("qkv", qkv, 3, 4, "(total, 3, nheads, headdim)")
+    checks.options(dropout_p, softcap, alibi_slopes)
     max_seqlen = _number(max_seqlen)
+    checks.varlen_packed(qkv, cu_seqlens, max_seqlen)
     (qkv,) = _autocast(qkv)
-    q, k, v = qkv.unbind(dim=-3)
-    checks.varlen(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
     if checks.values_wanted():
         checks.varlen_values("cu_seqlens", cu_seqlens, qkv.shape[0], "max_seqlen", max_seqlen)
     mask = (checks.scale(softmax_scale, qkv.shape[-1]), *checks.window(window_size, causal, max_seqlen))
-    return _attend(ops.VarlenQkvpacked, (qkv,), (cu_seqlens, max_seqlen, *mask, deterministic), return_attn_probs)
+    return _attend(ops.VarlenQkvpacked, (qkv,), (cu_seqlens, max_seqlen, mask, deterministic), return_attn_probs)
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -322,7 +323,8 @@ def flash_attn_varlen_kvpacked_func(
 
     Source: FlashAttention-2, arXiv 2307.08691, section 3.1.
     """
-    k, v = _unpack("kv", kv, 2, 4, "(total, 2, nheads_kv, headdim)")
+    checks.packed("kv", kv, 2, 4, "(total, 2, nheads_kv, headdim)")
+    k, v = kv.unbind(dim=-3)
     return flash_attn_varlen_func(
         q,
         k,

@@ -7,10 +7,13 @@ Masks reach an operator as (window_left, window_right) alone, -1 for unbounded: 
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import register_flop_formula, sdpa_backward_flop_count, sdpa_flop_count
 
@@ -30,8 +33,6 @@ SCHEMAS = (
     " -> Tensor dqkv",
     "bwd_varlen_qkvpacked(Tensor dout, Tensor qkv, Tensor out, Tensor softmax_lse, Tensor cu_seqlens, int max_seqlen,"
     f" {_MASK}, bool deterministic) -> Tensor dqkv",
-    "delta(Tensor dout, Tensor out) -> Tensor",
-    "delta_varlen(Tensor dout, Tensor out, Tensor cu_seqlens_q) -> Tensor",
 )
 for _schema in SCHEMAS:
     _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
@@ -66,18 +67,6 @@ def _bwd_fake(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tupl
 @torch.library.register_fake("fa2::bwd_varlen_qkvpacked", lib=_library)
 def _bwd_qkvpacked_fake(dout: Tensor, qkv: Tensor, *rest: Any) -> Tensor:
     return _like(qkv)
-
-
-@torch.library.register_fake("fa2::delta", lib=_library)
-def _delta_fake(dout: Tensor, out: Tensor) -> Tensor:
-    b, s, h, _ = out.shape
-    return out.new_empty((b, h, s), dtype=reference.compute_dtype(out.dtype))
-
-
-@torch.library.register_fake("fa2::delta_varlen", lib=_library)
-def _delta_varlen_fake(dout: Tensor, out: Tensor, cu_seqlens_q: Tensor) -> Tensor:
-    t, h, _ = out.shape
-    return out.new_empty((h, t), dtype=reference.compute_dtype(out.dtype))
 
 
 # --- CPU kernels
@@ -151,16 +140,6 @@ def _bwd_varlen_qkvpacked_cpu(
     return torch.stack(dqkv, dim=-3)
 
 
-def _delta_cpu(dout: Tensor, out: Tensor) -> Tensor:
-    dtype = reference.compute_dtype(out.dtype)
-    return (dout.to(dtype) * out.to(dtype)).sum(dim=-1).transpose(-1, -2).contiguous()
-
-
-def _delta_varlen_cpu(dout: Tensor, out: Tensor, cu_seqlens_q: Tensor) -> Tensor:
-    past_the_end = torch.arange(out.shape[0], device=out.device) >= cu_seqlens_q[-1]
-    return _delta_cpu(dout, out).masked_fill(past_the_end, 0.0)
-
-
 for _name, _kernel in (
     ("fwd", _fwd_cpu),
     ("fwd_varlen", _fwd_varlen_cpu),
@@ -168,38 +147,71 @@ for _name, _kernel in (
     ("bwd_varlen", _bwd_varlen_cpu),
     ("bwd_qkvpacked", _bwd_qkvpacked_cpu),
     ("bwd_varlen_qkvpacked", _bwd_varlen_qkvpacked_cpu),
-    ("delta", _delta_cpu),
-    ("delta_varlen", _delta_varlen_cpu),
 ):
     _library.impl(_name, _kernel, "CPU")
 
 
-# --- autograd. A Function over the operators, not `register_autograd`: 24 µs a call against 91. `once_differentiable`
-# makes a second derivative an error instead of a wrong number. lse carries no gradient.
+# --- autograd. Functions over the operators, not `register_autograd`, which takes four times as long a call. To the
+# same end what is no tensor comes as one tuple (each argument costs, in `apply` and again in the backward), and lse,
+# which carries no gradient, is returned only when asked for: the engine would make zeros for its gradient, on the GPU.
+
+_fwd = torch.ops.fa2.fwd.default
+_fwd_varlen = torch.ops.fa2.fwd_varlen.default
+_bwd = torch.ops.fa2.bwd.default
+_bwd_varlen = torch.ops.fa2.bwd_varlen.default
+_bwd_qkvpacked = torch.ops.fa2.bwd_qkvpacked.default
+_bwd_varlen_qkvpacked = torch.ops.fa2.bwd_varlen_qkvpacked.default
+
+Mask = tuple[float, int, int]  # softmax_scale, window_left, window_right
+
+
+def _differentiable_once(backward: Any) -> Any:
+    """A second derivative is an error instead of a wrong number.
+
+    `once_differentiable` where a graph of the backward is being made; elsewhere its no_grad would change nothing.
+    """
+    guarded = once_differentiable(backward)
+
+    def once(ctx: Any, *grads: Tensor) -> Any:
+        return guarded(ctx, *grads) if torch.is_grad_enabled() else backward(ctx, *grads)
+
+    return once
+
+
+class _Unused:
+    """What a forward keeps for its backward, where there will be none."""
+
+    def save_for_backward(self, *tensors: Tensor) -> None:
+        pass
+
+    mark_non_differentiable = save_for_backward
+
+
+def _result(ctx: Any, out: Tensor, lse: Tensor, with_lse: bool) -> Any:
+    if not with_lse:
+        return out
+    ctx.mark_non_differentiable(lse)
+    return out, lse
 
 
 class Dense(torch.autograd.Function):
-    """(out, lse) of the dense layout, differentiable in q, k and v."""
+    """out, or (out, lse), of the dense layout, differentiable in q, k and v."""
 
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, left: int, right: int, deterministic: bool
-    ) -> Any:
-        out, lse = torch.ops.fa2.fwd(q, k, v, scale, left, right)
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Mask, deterministic: bool, with_lse: bool) -> Any:
+        out, lse = _fwd(q, k, v, *mask)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.mask = (scale, left, right, deterministic)
-        ctx.mark_non_differentiable(lse)
-        return out, lse
+        ctx.rest = (*mask, deterministic)
+        return _result(ctx, out, lse, with_lse)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dout: Tensor, _dlse: Tensor) -> Any:
-        dq, dk, dv = torch.ops.fa2.bwd(dout, *ctx.saved_tensors, *ctx.mask)
-        return dq, dk, dv, None, None, None, None
+    @_differentiable_once
+    def backward(ctx: Any, dout: Tensor, *_dlse: Tensor) -> Any:
+        return *_bwd(dout, *ctx.saved_tensors, *ctx.rest), None, None, None
 
 
 class Varlen(torch.autograd.Function):
-    """(out, lse) of the varlen layout, differentiable in q, k and v.
+    """out, or (out, lse), of the varlen layout, differentiable in q, k and v.
 
     cu_seqlens_k is None where it is cu_seqlens_q itself: Dynamo refuses a Function that is given one tensor twice.
     """
@@ -212,43 +224,37 @@ class Varlen(torch.autograd.Function):
         v: Tensor,
         cu_seqlens_q: Tensor,
         cu_seqlens_k: Tensor | None,
-        max_seqlen_q: int,
-        max_seqlen_k: int,
-        scale: float,
-        left: int,
-        right: int,
+        rest: tuple[int, int, float, int, int],
         deterministic: bool,
+        with_lse: bool,
     ) -> Any:
+        """rest: max_seqlen_q, max_seqlen_k and the mask."""
         cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
-        lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-        out, lse = torch.ops.fa2.fwd_varlen(q, k, v, *lengths, scale, left, right)
+        out, lse = _fwd_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, *rest)
         ctx.save_for_backward(q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k)
-        ctx.rest = (max_seqlen_q, max_seqlen_k, scale, left, right, deterministic)
-        ctx.mark_non_differentiable(lse)
-        return out, lse
+        ctx.rest = (*rest, deterministic)
+        return _result(ctx, out, lse, with_lse)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dout: Tensor, _dlse: Tensor) -> Any:
-        dq, dk, dv = torch.ops.fa2.bwd_varlen(dout, *ctx.saved_tensors, *ctx.rest)
-        return dq, dk, dv, None, None, None, None, None, None, None, None
+    @_differentiable_once
+    def backward(ctx: Any, dout: Tensor, *_dlse: Tensor) -> Any:
+        return *_bwd_varlen(dout, *ctx.saved_tensors, *ctx.rest), None, None, None, None, None
 
 
 class DenseQkvpacked(torch.autograd.Function):
     """As Dense, of qkv (batch, seqlen, 3, nheads, headdim): its gradient is one tensor, written in place."""
 
     @staticmethod
-    def forward(ctx: Any, qkv: Tensor, scale: float, left: int, right: int, deterministic: bool) -> Any:
-        out, lse = torch.ops.fa2.fwd(*qkv.unbind(-3), scale, left, right)
+    def forward(ctx: Any, qkv: Tensor, mask: Mask, deterministic: bool, with_lse: bool) -> Any:
+        out, lse = _fwd(*qkv.unbind(-3), *mask)
         ctx.save_for_backward(qkv, out, lse)
-        ctx.mask = (scale, left, right, deterministic)
-        ctx.mark_non_differentiable(lse)
-        return out, lse
+        ctx.rest = (*mask, deterministic)
+        return _result(ctx, out, lse, with_lse)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dout: Tensor, _dlse: Tensor) -> Any:
-        return torch.ops.fa2.bwd_qkvpacked(dout, *ctx.saved_tensors, *ctx.mask), None, None, None, None
+    @_differentiable_once
+    def backward(ctx: Any, dout: Tensor, *_dlse: Tensor) -> Any:
+        return _bwd_qkvpacked(dout, *ctx.saved_tensors, *ctx.rest), None, None, None
 
 
 class VarlenQkvpacked(torch.autograd.Function):
@@ -256,27 +262,41 @@ class VarlenQkvpacked(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        qkv: Tensor,
-        cu_seqlens: Tensor,
-        max_seqlen: int,
-        scale: float,
-        left: int,
-        right: int,
-        deterministic: bool,
+        ctx: Any, qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, mask: Mask, deterministic: bool, with_lse: bool
     ) -> Any:
-        lengths = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
-        out, lse = torch.ops.fa2.fwd_varlen(*qkv.unbind(-3), *lengths, scale, left, right)
+        out, lse = _fwd_varlen(*qkv.unbind(-3), cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *mask)
         ctx.save_for_backward(qkv, out, lse, cu_seqlens)
-        ctx.rest = (max_seqlen, scale, left, right, deterministic)
-        ctx.mark_non_differentiable(lse)
-        return out, lse
+        ctx.rest = (max_seqlen, *mask, deterministic)
+        return _result(ctx, out, lse, with_lse)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dout: Tensor, _dlse: Tensor) -> Any:
-        dqkv = torch.ops.fa2.bwd_varlen_qkvpacked(dout, *ctx.saved_tensors, *ctx.rest)
-        return dqkv, None, None, None, None, None, None
+    @_differentiable_once
+    def backward(ctx: Any, dout: Tensor, *_dlse: Tensor) -> Any:
+        return _bwd_varlen_qkvpacked(dout, *ctx.saved_tensors, *ctx.rest), None, None, None, None, None
+
+
+_requires_grad = operator.attrgetter("requires_grad")
+
+
+def _bare_apply(function: Any) -> Any:
+    """apply below torch.autograd.Function's own, which looks at every argument for transforms of torch.func."""
+    return super(torch.autograd.Function, function).apply
+
+
+_apply = {function: _bare_apply(function) for function in (Dense, Varlen, DenseQkvpacked, VarlenQkvpacked)}
+
+
+def apply(function: Any, tensors: Sequence[Tensor], *rest: Any) -> Any:
+    """function.apply(*tensors, *rest) by the shortest way: apply costs more than the operator it wraps.
+
+    Without a gradient to come it is the forward alone. Forward-mode derivatives and torch.func are left to
+    torch.autograd.Function, which refuses them, and tracing to Dynamo.
+    """
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        return function.apply(*tensors, *rest)
+    if torch.is_grad_enabled() and any(map(_requires_grad, tensors)):
+        return _apply[function](*tensors, *rest)
+    return function.forward(_Unused(), *tensors, *rest)
 
 
 # --- FLOPs for FlopCounterMode, in torch's convention for attention: the mask is not counted off, the backward is 2.5

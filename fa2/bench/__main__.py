@@ -17,7 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fa2
 from fa2.bench import cases, machine, peers, timing
@@ -145,18 +147,30 @@ class Bench:
         return result
 
     def host_overhead(self) -> dict[str, float]:
-        """Microseconds of the host for one small call: the bare operators, the function, the function with backward."""
-        case = Case("packed", "host", (64, 64), 4, 4, 64, True)
+        """Microseconds of the host for one small call: the bare operators, and through autograd beside SDPA's flash."""
+        case = Case("host", "host", (64, 64), 4, 4, 64, True)
         x = case.tensors(self.device)
-        calls, c = peers.ours(case, x), x["cu_seqlens"]
+        calls = peers.ours(case, x)
         assert calls.backward is not None, "fa2 has a bare backward"
-        named = {
-            "operator forward": calls.forward,
-            "operator backward": calls.backward,
-            "function": lambda: fa2.flash_attn_varlen_func(x["q"], x["k"], x["v"], c, c, 64, 64, causal=True),
-            "function and backward": calls.both,
+        named = {"operator forward": calls.forward, "operator backward": calls.backward}
+        q, k, v = (x[name].detach().requires_grad_() for name in ("q", "k", "v"))
+        Q, K, V = (t.detach().transpose(1, 2).requires_grad_() for t in (q, k, v))
+
+        def ours() -> Tensor:
+            return fa2.flash_attn_func(q, k, v, causal=True)
+
+        def sdpa() -> Tensor:
+            return F.scaled_dot_product_attention(Q, K, V, is_causal=True)
+
+        dout, DOUT = x["dout"], x["dout"].transpose(1, 2)
+        named |= {
+            "function": ours,
+            "function and backward": lambda: torch.autograd.grad(ours(), (q, k, v), dout),
+            "SDPA flash": sdpa,
+            "SDPA flash and backward": lambda: torch.autograd.grad(sdpa(), (Q, K, V), DOUT),
         }
-        found = {name: round(timing.host_microseconds(call, self.device), 1) for name, call in named.items()}
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            found = {name: round(timing.host_microseconds(call, self.device), 1) for name, call in named.items()}
         print("host, µs a call: " + ", ".join(f"{name} {us:.0f}" for name, us in found.items()), flush=True)
         return found
 

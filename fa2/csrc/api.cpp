@@ -13,7 +13,6 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
-#include <optional>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -95,63 +94,6 @@ void launch(const Kernel& kernel, int device, const void* params) {
   STD_TORCH_CHECK(false, "fa2: ", describe(error, sm));
 }
 
-Tensor run_delta(Tensor dout, Tensor out, const Tensor* cu_seqlens_q) {
-  const int64_t dims = cu_seqlens_q != nullptr ? 3 : 4;
-  const char* layout = dims == 3 ? "(total_q, nheads, headdim)" : "(batch, seqlen_q, nheads, headdim)";
-  STD_TORCH_CHECK(out.dim() == dims, "fa2: out must be of shape ", layout, ", got ", show(out.sizes()));
-  const auto sizes = out.sizes();
-  STD_TORCH_CHECK(dout.dim() == dims && std::equal(sizes.begin(), sizes.end(), dout.sizes().begin()),
-                  "fa2: dout must be of out's shape ", show(sizes), ", got ", show(dout.sizes()));
-  const DType dtype = kernel_dtype("out", out);
-  STD_TORCH_CHECK(dout.scalar_type() == out.scalar_type(), "fa2: dout must be of out's dtype, got ",
-                  torch::headeronly::toString(dout.scalar_type()));
-  const int device = out.get_device_index();
-  STD_TORCH_CHECK(dout.get_device_index() == device, "fa2: dout must be on out's device ", device, ", got ",
-                  dout.get_device_index());
-  const int headdim = as_int("headdim", sizes[dims - 1]);
-  STD_TORCH_CHECK(headdim > 0 && headdim % 8 == 0, "fa2: headdim must be a positive multiple of 8, got ",
-                  headdim);
-
-  DeltaParams params{};
-  params.batch = dims == 4 ? as_int("batch", sizes[0]) : 1;
-  params.rows = as_int(dims == 4 ? "seqlen_q" : "total_q", sizes[dims - 3]);
-  params.nheads = as_int("nheads", sizes[dims - 2]);
-  params.headdim = headdim;
-  if (cu_seqlens_q != nullptr) {
-    const Tensor& cu = *cu_seqlens_q;
-    STD_TORCH_CHECK(cu.scalar_type() == ScalarType::Int, "fa2: cu_seqlens_q must be int32, got ",
-                    torch::headeronly::toString(cu.scalar_type()));
-    STD_TORCH_CHECK(cu.is_cuda() && cu.get_device_index() == device,
-                    "fa2: cu_seqlens_q must be on out's device");
-    STD_TORCH_CHECK(cu.dim() == 1 && cu.numel() >= 1 && cu.is_contiguous(),
-                    "fa2: cu_seqlens_q must be of shape (batch + 1,) and contiguous, got ", show(cu.sizes()));
-    params.rows_end = static_cast<const int32_t*>(cu.data_ptr()) + (cu.numel() - 1);
-  }
-
-  const torch::stable::accelerator::DeviceGuard guard(device);
-  std::vector<int64_t> shape = {params.nheads, params.rows};
-  if (dims == 4) shape.insert(shape.begin(), params.batch);
-  Tensor delta = torch::stable::new_empty(out, shape, ScalarType::Float);
-  if (delta.numel() == 0) return delta;
-  dout = vectorizable(dout);
-  out = vectorizable(out);
-  params.dout = dout.data_ptr();
-  params.out = out.data_ptr();
-  params.delta = static_cast<float*>(delta.data_ptr());
-  params.dout_strides = strides_of(dout);
-  params.out_strides = strides_of(out);
-  launch(kernel_for(Op::kDelta, dtype, headdim, device), device, &params);
-  return delta;
-}
-
-Tensor delta(Tensor dout, Tensor out) {
-  return run_delta(dout, out, nullptr);
-}
-
-Tensor delta_varlen(Tensor dout, Tensor out, Tensor cu_seqlens_q) {
-  return run_delta(dout, out, &cu_seqlens_q);
-}
-
 // --- attention. The public functions have checked what the user gave (fa2/checks.py); here is what would
 // make a kernel read or write outside its tensors.
 
@@ -170,10 +112,15 @@ const int32_t* offsets(const char* argument, const Tensor& cu_seqlens, int devic
   return static_cast<const int32_t*>(cu_seqlens.data_ptr());
 }
 
+using Sizes = torch::headeronly::IntHeaderOnlyArrayRef;
+
+bool same_sizes(Sizes a, Sizes b) {
+  return a.size() == b.size() && std::equal(a.begin(), a.end(), b.begin());
+}
+
 void check_same(const char* argument, const Tensor& x, const char* other, const Tensor& y, bool shape) {
-  STD_TORCH_CHECK(
-      x.dim() == y.dim() && (!shape || std::equal(x.sizes().begin(), x.sizes().end(), y.sizes().begin())),
-      "fa2: ", argument, " must be of ", other, "'s shape ", show(y.sizes()), ", got ", show(x.sizes()));
+  STD_TORCH_CHECK(x.dim() == y.dim() && (!shape || same_sizes(x.sizes(), y.sizes())), "fa2: ", argument,
+                  " must be of ", other, "'s shape ", show(y.sizes()), ", got ", show(x.sizes()));
   STD_TORCH_CHECK(x.scalar_type() == y.scalar_type(), "fa2: ", argument, " must be of ", other,
                   "'s dtype, got ", torch::headeronly::toString(x.scalar_type()));
   STD_TORCH_CHECK(x.is_cuda() && x.get_device_index() == y.get_device_index(), "fa2: ", argument,
@@ -223,13 +170,72 @@ void fill(Problem& p, const Tensor& q, const Tensor& k, const Tensor& v, const L
   p.lse_head = rows;
 }
 
-std::vector<int64_t> lse_shape(const Tensor& q) {
-  if (q.dim() == 3) return {q.size(1), q.size(0)};
-  return {q.size(0), q.size(2), q.size(1)};
+// --- memory. A call of these operators is short, so its tensors are made by the shim's own functions:
+// torch::stable's new_empty and select find aten's operator by name and box their arguments, 1 µs more each.
+
+constexpr int64_t kMaxDims = 5;  // qkv, dense
+
+// A shape, and the strides of a contiguous tensor of it.
+struct Layout {
+  explicit Layout(Sizes of) : sizes(of) {
+    int64_t stride = 1;
+    for (size_t i = of.size(); i-- > 0; stride *= std::max<int64_t>(of[i], 1)) strides[i] = stride;
+  }
+  int64_t dims() const { return static_cast<int64_t>(sizes.size()); }
+
+  Sizes sizes;
+  int64_t strides[kMaxDims];
+};
+
+// On x's device.
+Tensor empty_beside(const Tensor& x, Sizes sizes, int32_t dtype) {
+  const Layout layout(sizes);
+  int32_t device_type = 0;
+  AtenTensorHandle made = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(x.get(), &device_type));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(layout.dims(), sizes.data(), layout.strides, dtype,
+                                                  device_type, x.get_device_index(), &made));
+  return Tensor(made);
 }
 
-std::vector<int64_t> shape_of(const Tensor& x) {
-  return {x.sizes().begin(), x.sizes().end()};
+Tensor empty_as(const Tensor& x) {
+  int32_t dtype = 0;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(x.get(), &dtype));
+  return empty_beside(x, x.sizes(), dtype);
+}
+
+// x's memory in another shape, from element `offset` on.
+Tensor view(const Tensor& x, Sizes sizes, const int64_t* strides, int64_t offset) {
+  AtenTensorHandle made = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(x.get(), static_cast<int64_t>(sizes.size()),
+                                                        sizes.data(), strides, offset, &made));
+  return Tensor(made);
+}
+
+// x's i-th slice along `dim`.
+Tensor slice(const Tensor& x, int64_t dim, int64_t i) {
+  std::vector<int64_t> sizes(x.sizes().begin(), x.sizes().end());
+  std::vector<int64_t> strides(x.strides().begin(), x.strides().end());
+  sizes.erase(sizes.begin() + dim);
+  strides.erase(strides.begin() + dim);
+  return view(x, sizes, strides.data(), i * x.stride(dim));
+}
+
+// Several arrays in one allocation of fp32 numbers, each aligned to 256 bytes.
+struct Scratch {
+  int64_t bytes = 0;
+  int64_t take(int64_t size) { return std::exchange(bytes, bytes + (size + 255) / 256 * 256); }
+  Tensor beside(const Tensor& x) const {
+    const int64_t n = bytes / 4;
+    return empty_beside(x, Sizes(&n, 1), aoti_torch_dtype_float32());
+  }
+};
+
+// (nheads, total) or (batch, nheads, seqlen), of q's (total, nheads, headdim) or (batch, seqlen, nheads,
+// headdim).
+std::vector<int64_t> lse_shape(const Tensor& q) {
+  const auto s = q.sizes();
+  return s.size() == 3 ? std::vector<int64_t>{s[1], s[0]} : std::vector<int64_t>{s[0], s[2], s[1]};
 }
 
 std::tuple<Tensor, Tensor> run_fwd(Tensor q, Tensor k, Tensor v, const Lengths* lengths, double softmax_scale,
@@ -240,17 +246,19 @@ std::tuple<Tensor, Tensor> run_fwd(Tensor q, Tensor k, Tensor v, const Lengths* 
   const int device = q.get_device_index();
   const torch::stable::accelerator::DeviceGuard guard(device);
   const Kernel& kernel = kernel_for(Op::kFwd, dtype, p.headdim, device);
-  Tensor out = torch::stable::new_empty(q, shape_of(q));
-  Tensor lse = torch::stable::new_empty(q, lse_shape(q), ScalarType::Float);
+  Tensor out = empty_as(q);
+  // Varlen's list of tiles lies behind lse, in the same allocation: T / 4 bytes more, and 1 µs less.
+  const std::vector<int64_t> rows = lse_shape(q);
+  Scratch scratch;
+  scratch.take(q.numel() / p.headdim * 4);
+  const int64_t tiles = scratch.take(lengths != nullptr ? tile_list_size(p.total_q, p.batch) * 4 : 0);
+  const Tensor buffer = scratch.beside(q);
+  Tensor lse = view(buffer, rows, Layout(rows).strides, 0);
   if (lse.numel() == 0) return {out, lse};
   q = vectorizable(q);
   k = vectorizable(k);
   v = vectorizable(v);
-  std::optional<Tensor> tiles;  // lives until the launch; its memory returns to the stream's pool
-  if (lengths != nullptr) {
-    tiles = torch::stable::new_empty(q, {tile_list_size(p.total_q, p.batch)}, ScalarType::Int);
-    p.tiles = static_cast<int32_t*>(tiles->data_ptr());
-  }
+  if (lengths != nullptr) p.tiles = reinterpret_cast<int32_t*>(static_cast<char*>(buffer.data_ptr()) + tiles);
   p.q = q.data_ptr();
   p.k = k.data_ptr();
   p.v = v.data_ptr();
@@ -269,12 +277,6 @@ struct Gradients {
   Tensor dq, dk, dv;
 };
 
-// Bytes that one allocation serves several arrays from, each aligned to 256 bytes.
-struct Scratch {
-  int64_t bytes = 0;
-  int64_t take(int64_t size) { return std::exchange(bytes, bytes + (size + 255) / 256 * 256); }
-};
-
 void run_bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, const Tensor& lse, const Gradients& to,
              const Lengths* lengths, double softmax_scale, int64_t window_left, int64_t window_right,
              bool deterministic) {
@@ -284,8 +286,9 @@ void run_bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, const Tensor
   check_same("dout", dout, "q", q, true);
   check_same("out", out, "q", q, true);
   const std::vector<int64_t> rows = lse_shape(q);
-  STD_TORCH_CHECK(lse.scalar_type() == ScalarType::Float && lse.is_contiguous() && shape_of(lse) == rows,
-                  "fa2: softmax_lse must be what the forward returned, got ", show(lse.sizes()));
+  STD_TORCH_CHECK(
+      lse.scalar_type() == ScalarType::Float && lse.is_contiguous() && same_sizes(lse.sizes(), rows),
+      "fa2: softmax_lse must be what the forward returned, got ", show(lse.sizes()));
   if (q.numel() == 0 && k.numel() == 0) return;
   const int device = q.get_device_index();
   const torch::stable::accelerator::DeviceGuard guard(device);
@@ -301,7 +304,7 @@ void run_bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, const Tensor
   const int64_t dq_accum = scratch.take(lse.numel() * kernel.max_headdim * 4);
   const int64_t tiles = scratch.take(lengths != nullptr ? tile_list_size(p.total_k, p.batch) * 4 : 0);
   const int64_t semaphore = scratch.take(deterministic ? semaphores(tokens, p.batch, p.nheads_q) * 4 : 0);
-  Tensor buffer = torch::stable::new_empty(q, {scratch.bytes}, ScalarType::Byte);
+  Tensor buffer = scratch.beside(q);
   char* const base = static_cast<char*>(buffer.data_ptr());
   p.lse_log2 = reinterpret_cast<float*>(base + lse_log2);
   p.delta = reinterpret_cast<float*>(base + delta);
@@ -332,8 +335,7 @@ std::tuple<Tensor, Tensor, Tensor> run_bwd_apart(Tensor dout, Tensor q, Tensor k
                                                  Tensor lse, const Lengths* lengths, double softmax_scale,
                                                  int64_t window_left, int64_t window_right,
                                                  bool deterministic) {
-  const Gradients to{torch::stable::new_empty(q, shape_of(q)), torch::stable::new_empty(k, shape_of(k)),
-                     torch::stable::new_empty(v, shape_of(v))};
+  const Gradients to{empty_as(q), empty_as(k), empty_as(v)};
   run_bwd(dout, q, k, v, out, lse, to, lengths, softmax_scale, window_left, window_right, deterministic);
   return {to.dq, to.dk, to.dv};
 }
@@ -346,10 +348,8 @@ Tensor run_bwd_packed(Tensor dout, Tensor qkv, Tensor out, Tensor lse, const Len
   STD_TORCH_CHECK(qkv.dim() == dims && qkv.size(dims - 3) == 3,
                   "fa2: qkv must be of shape (..., 3, nheads, headdim) with ", dims, " dimensions, got ",
                   show(qkv.sizes()));
-  const auto part = [&](const Tensor& packed, int64_t i) {
-    return torch::stable::select(packed, dims - 3, i);
-  };
-  Tensor dqkv = torch::stable::new_empty(qkv, shape_of(qkv));
+  const auto part = [dims](const Tensor& packed, int64_t i) { return slice(packed, dims - 3, i); };
+  Tensor dqkv = empty_as(qkv);
   const Gradients to{part(dqkv, 0), part(dqkv, 1), part(dqkv, 2)};
   run_bwd(dout, part(qkv, 0), part(qkv, 1), part(qkv, 2), out, lse, to, lengths, softmax_scale, window_left,
           window_right, deterministic);
@@ -410,8 +410,6 @@ STABLE_TORCH_LIBRARY_IMPL(fa2, CUDA, library) {
   library.impl("bwd_varlen", TORCH_BOX(&fa2::bwd_varlen));
   library.impl("bwd_qkvpacked", TORCH_BOX(&fa2::bwd_qkvpacked));
   library.impl("bwd_varlen_qkvpacked", TORCH_BOX(&fa2::bwd_varlen_qkvpacked));
-  library.impl("delta", TORCH_BOX(&fa2::delta));
-  library.impl("delta_varlen", TORCH_BOX(&fa2::delta_varlen));
 }
 
 // Called through ctypes by fa2/extension.py; they touch no tensor.

@@ -8,7 +8,6 @@
 #ifdef FA2_SM80
 #include "sm80/attention.h"
 #include "sm80/config.h"
-#include "sm80/delta.h"
 #endif
 
 namespace fa2 {
@@ -21,19 +20,6 @@ cudaError_t erased(const void* params, cudaStream_t stream) {
 }
 
 #ifdef FA2_SM80
-template <DType kDType, int kHeadDim>
-Kernel delta_row() {
-  return {Op::kDelta,
-          "sm80",
-          kDType,
-          kHeadDim,
-          80,
-          kAnyLaterSm,
-          0,
-          erased<DeltaParams, sm80::launch_delta<kDType, kHeadDim>>,
-          sm80::delta_function<kDType, kHeadDim>()};
-}
-
 template <DType kDType, int kHeadDim, int kGrantKB>
 Kernel fwd_row() {
   return {Op::kFwd,
@@ -75,10 +61,6 @@ std::vector<Kernel> make_table() {
 #ifdef FA2_SM80
   append_attention<DType::kFloat16, 64, 96, 128, 192, 256>(kernels);
   append_attention<DType::kBFloat16, 64, 96, 128, 192, 256>(kernels);
-  for (const Kernel& row : {delta_row<DType::kFloat16, 64>(), delta_row<DType::kFloat16, 128>(),
-                            delta_row<DType::kFloat16, 256>(), delta_row<DType::kBFloat16, 64>(),
-                            delta_row<DType::kBFloat16, 128>(), delta_row<DType::kBFloat16, 256>()})
-    kernels.push_back(row);
 #endif
   return kernels;
 }
@@ -94,8 +76,6 @@ const char* name(Op op) {
       return "fwd";
     case Op::kBwd:
       return "bwd";
-    case Op::kDelta:
-      return "delta";
   }
   return "?";
 }

@@ -10,7 +10,7 @@
 
 namespace fa2 {
 
-enum class Op : int { kFwd, kBwd, kDelta };
+enum class Op : int { kFwd, kBwd };
 
 constexpr int kAnyLaterSm = 1000;
 
@@ -29,7 +29,7 @@ struct Kernel {
 // there is none. shared_bytes is what a thread block may have.
 const Kernel* find_kernel(Op op, DType dtype, int headdim, int sm, int shared_bytes);
 
-// "no kernel for delta, float16, headdim 512 on sm_75; have delta: ..."
+// "no kernel for fwd, float16, headdim 512 on sm_75; have ..."
 std::string no_kernel_message(Op op, DType dtype, int headdim, int sm);
 
 // The table as JSON, a list of objects.

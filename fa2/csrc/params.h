@@ -14,17 +14,6 @@ struct Strides {
   int64_t batch, row, head;
 };
 
-// delta = rowsum(dout * out), fp32: (batch, nheads, rows), for varlen (nheads, total_q).
-struct DeltaParams {
-  const void* dout;
-  const void* out;
-  float* delta;
-  // Device address of cu_seqlens_q[-1]: rows at or past it get 0 and are not read. Null for dense.
-  const int32_t* rows_end;
-  Strides dout_strides, out_strides;
-  int batch, rows, nheads, headdim;
-};
-
 // One attention problem, forward or backward. Dense: every sequence has seqlen_q queries and seqlen_k keys.
 // Varlen: sequence i holds the tokens cu_seqlens[i] to cu_seqlens[i + 1], and tokens past the last one are
 // nobody's. Tensors are (batch, row, head, headdim) with strides, fp32 arrays (lse and the like) have

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import fa2
@@ -275,6 +276,14 @@ def test_second_derivative_raises():
     (grad,) = torch.autograd.grad(varlen(q, k, v, [6]).square().sum(), q, create_graph=True)
     with pytest.raises(RuntimeError, match="differentiate twice"):
         grad.sum().backward()
+
+
+def test_derivatives_of_other_kinds_raise():
+    q, k, v = (x.detach() for x in qkv_of(6))
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward mode AD"):
+        varlen(forward_ad.make_dual(q, torch.ones_like(q)), k, v, [6])
+    with pytest.raises(RuntimeError, match="setup_context"):
+        torch.func.grad(lambda q: varlen(q, k, v, [6]).sum())(q)
 
 
 def test_autocast_casts_and_the_gradient_comes_back_in_fp32():

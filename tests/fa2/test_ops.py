@@ -26,8 +26,6 @@ def arguments(name: str, dtype: torch.dtype) -> tuple:
     k, v = (draw(*shape[:-1], 2, shape[-1], 16, seed=i, dtype=dtype).transpose(-3, -2) for i in (1, 2))
     cu = (LENGTHS, LENGTHS, 11, 11) if "varlen" in name else ()
     mask = (0.25, -1, 0)
-    if name.startswith("delta"):
-        return (q, q) + ((LENGTHS,) if "varlen" in name else ())
     if name.startswith("fwd"):
         return (q, k, v, *cu, *mask)
     out, lse = getattr(OPS, name.replace("bwd", "fwd"))(q, k, v, *cu, *mask)
@@ -35,7 +33,7 @@ def arguments(name: str, dtype: torch.dtype) -> tuple:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ["fwd", "fwd_varlen", "bwd", "bwd_varlen", "delta", "delta_varlen"])
+@pytest.mark.parametrize("name", ["fwd", "fwd_varlen", "bwd", "bwd_varlen"])
 def test_opcheck(name, dtype):
     checks = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
     torch.library.opcheck(getattr(OPS, name).default, arguments(name, dtype), test_utils=checks)
@@ -46,31 +44,16 @@ def test_fake_kernels_serve_a_gpu_that_is_not_there(dtype):
     from torch._subclasses import FakeTensorMode
 
     with FakeTensorMode():
-        for name in ("fwd", "bwd", "delta"):
+        for name in ("fwd", "bwd"):
             q, k = (torch.empty(2, 8, h, 64, device="cuda", dtype=dtype) for h in (4, 2))
             lse = torch.empty(2, 4, 8, device="cuda")
             mask = (0.125, -1, 0)
             if name == "fwd":
                 out, lse = OPS.fwd(q, k, k, *mask)
                 assert (out.shape, lse.shape, lse.dtype) == (q.shape, (2, 4, 8), torch.float32)
-            elif name == "bwd":
+            else:
                 dq, dk, _ = OPS.bwd(q, q, k, k, q, lse, *mask, False)
                 assert (dq.shape, dk.shape, dk.dtype, dk.device.type) == (q.shape, k.shape, dtype, "cuda")
-            else:
-                assert OPS.delta(q, q).shape == (2, 4, 8)
-
-
-def test_delta_is_the_rowsum():
-    dout, out = draw(20, 4, 16, dtype=torch.bfloat16), draw(20, 4, 16, seed=1, dtype=torch.bfloat16)
-    dout[18:] = torch.nan
-    got = OPS.delta_varlen(dout, out, LENGTHS)
-    want = (dout.double() * out.double()).sum(-1).T
-    assert got.shape == (4, 20)
-    assert got.dtype == torch.float32
-    torch.testing.assert_close(got[:, :18].double(), want[:, :18], rtol=1e-6, atol=1e-6)
-    assert (got[:, 18:] == 0).all()
-    dense = OPS.delta(dout[None, :18], out[None, :18])
-    assert torch.equal(dense[0], got[:, :18])
 
 
 def test_meta_tensors_give_shapes():
