@@ -28,9 +28,9 @@ from fa2.bench.plot import plot
 
 PARTS = {"forward": "forward", "backward": "backward", "backward_autograd": "backward", "both": "both"}
 SUITES = {
-    "packed": ("fa2", "varlen_attn", "flex", "flash_attn", "flash_attn_3"),
-    "gqa": ("fa2", "sdpa_flash", "sdpa_cudnn", "flash_attn", "flash_attn_3"),
-    "paper": ("fa2", "sdpa_flash", "sdpa_cudnn", "eager", "flash_attn", "flash_attn_3"),
+    "packed": ("fa2", "fa2_sm80", "varlen_attn", "flex", "flash_attn", "flash_attn_3"),
+    "gqa": ("fa2", "fa2_sm80", "sdpa_flash", "sdpa_cudnn", "flash_attn", "flash_attn_3"),
+    "paper": ("fa2", "fa2_sm80", "sdpa_flash", "sdpa_cudnn", "eager", "flash_attn", "flash_attn_3"),
 }
 
 
@@ -64,7 +64,7 @@ class Bench:
             peer = peers.PEERS[name]
             try:
                 calls = peer.calls(case, x)
-                for part in PARTS:  # what fails, fails here
+                for part in self.args.parts:  # what fails, fails here
                     if (call := getattr(calls, part)) is not None:
                         call()
             except peers.Unavailable as reason:
@@ -112,11 +112,11 @@ class Bench:
             "nheads_kv": case.nheads_kv,
         }
         runs = {name: min(self.args.runs, peers.PEERS[name].min_runs) for name in found}
-        for part, flops in PARTS.items():
+        for part in self.args.parts:
             calls = {name: call for name, c in found.items() if (call := getattr(c, part)) is not None}
             row[part] = self.watch.interleaved(calls, self.args.rounds, runs)
             for reading in row[part].values():
-                reading["tflops"] = case.flops(flops) / reading["ms"] / 1e9
+                reading["tflops"] = case.flops(PARTS[part]) / reading["ms"] / 1e9
         self.rows.append(row)
         print(f"{case.suite:<6} {case.name:<38} {_row_text(row)}", flush=True)
 
@@ -199,7 +199,7 @@ class Bench:
 
 
 def _options(args: argparse.Namespace) -> dict[str, Any]:
-    names = ("suite", "headdim", "mask", "seqlen", "peers", "rounds", "runs", "tokens")
+    names = ("suite", "headdim", "mask", "seqlen", "peers", "parts", "rounds", "runs", "tokens")
     return {name: getattr(args, name) for name in names}
 
 
@@ -215,7 +215,7 @@ def _rounded(x: Any) -> Any:
 def _row_text(row: dict[str, Any]) -> str:
     parts = []
     for part in ("forward", "backward", "both"):
-        readings = row[part]
+        readings = row.get(part, {})
         if "fa2" not in readings:
             parts.append(" ".join(f"{name} {r['tflops']:.0f}" for name, r in readings.items()))
             continue
@@ -231,7 +231,7 @@ def table(record: dict[str, Any]) -> str:
     lines = [f"{'TFLOP/s':<45} {'part':<18}" + " ".join(f"{n:>12}" for n in ("fa2", "% matmul", "peers …"))]
     for row in record["rows"]:
         for part in PARTS:
-            readings = row[part]
+            readings = row.get(part, {})
             if "fa2" not in readings:
                 continue
             ours = readings["fa2"]
@@ -243,31 +243,33 @@ def table(record: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def geometric_means(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Of fa2's speed over each peer's, per suite and part, with the smallest ratio and its case.
+def geometric_means(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Of fa2's speed over each peer's, per suite and part, with the smallest ratio and its case: "paper/sdpa_flash", and
+    "paper/sdpa_flash/fa2_sm80" for its sm80 kernels.
 
-    The issue's sweep is 1k to 16k: shorter sequences are in the table, not in the mean.
+    Of the paper's sweep 1k to 16k count: shorter sequences are in the table, not in the mean.
     """
     result: dict[str, dict[str, Any]] = {}
     for suite in SUITES:
         chosen = [row for row in rows if row["suite"] == suite and (suite != "paper" or row["seqlen"] >= 1024)]
-        for peer in peers.PEERS:
-            for part in PARTS:
-                over = {
-                    row["case"]: row[part]["fa2"]["tflops"] / row[part][peer]["tflops"]
-                    for row in chosen
-                    if peer != "fa2" and "fa2" in row[part] and peer in row[part]
-                }
-                if over:
+        for ours in ("fa2", "fa2_sm80"):
+            for peer in (name for name in peers.PEERS if not name.startswith("fa2")):
+                for part in PARTS:
+                    over = {
+                        row["case"]: row[part][ours]["tflops"] / row[part][peer]["tflops"]
+                        for row in chosen
+                        if ours in row.get(part, {}) and peer in row[part]
+                    }
+                    if not over:
+                        continue
                     worst = min(over, key=over.__getitem__)
-                    mean = math.exp(statistics.mean(map(math.log, over.values())))
-                    entry = {
-                        "mean": round(mean, 3),
+                    key = f"{suite}/{peer}" if ours == "fa2" else f"{suite}/{peer}/{ours}"
+                    result.setdefault(key, {})[part] = {
+                        "mean": round(math.exp(statistics.mean(map(math.log, over.values()))), 3),
                         "least": round(over[worst], 3),
                         "least_at": worst,
                         "points": len(over),
                     }
-                    result.setdefault(f"{suite}/{peer}", {})[part] = entry
     return result
 
 
@@ -282,6 +284,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--mask", type=_list(str), default=list(cases.MASKS), help="of causal, full (default both)")
     p.add_argument("--seqlen", type=_list(int), default=list(cases.SEQLENS), help="of the paper's sweep, 512 to 16384")
     p.add_argument("--peers", type=_list(str), default=list(peers.PEERS), help=f"of {', '.join(peers.PEERS)}")
+    p.add_argument("--parts", type=_list(str), default=list(PARTS), help=f"of {', '.join(PARTS)} (default all)")
     p.add_argument("--rounds", type=int, default=3, help="each peer once a round (default %(default)s)")
     p.add_argument("--runs", type=int, default=51, help="of each reading over all rounds (default %(default)s)")
     p.add_argument("--tokens", type=int, default=16384, help="of the paper's sweep; packed has twice, gqa half of them")
@@ -306,7 +309,13 @@ def options(argv: Sequence[str] | None) -> argparse.Namespace:
         args.seqlen = [s for s in args.seqlen if s in (2048, 8192)]
         args.peers = [n for n in args.peers if n in ("fa2", "sdpa_flash", "varlen_attn")]
         args.runs, args.deterministic = min(args.runs, 12), False
-    for name, known in (("suite", SUITES), ("mask", cases.MASKS), ("peers", peers.PEERS), ("seqlen", None)):
+    for name, known in (
+        ("suite", SUITES),
+        ("mask", cases.MASKS),
+        ("peers", peers.PEERS),
+        ("parts", PARTS),
+        ("seqlen", None),
+    ):
         for value in getattr(args, name):
             if known is not None and value not in known:
                 p.error(f"--{name} must be of {', '.join(known)}, got {value}")

@@ -34,8 +34,14 @@ RMS = {
     torch.bfloat16: {"out": 4e-3, "dq": 7e-3, "dk": 7e-3, "dv": 5e-3},
     torch.float16: {"out": 5e-4, "dq": 1e-3, "dk": 1e-3, "dv": 8e-4},
 }
-# Shared memory that a GPU grants a thread block, in bytes, which chooses the tiles: None leaves it to the GPU at hand.
-TILES = {"large": None, "middle": 166912, "small": 101376}  # sm_80; sm_86, sm_89 and sm_120
+# Which kernels: those that this GPU takes by itself; the sm80 family with the tiles of a GPU that grants a thread
+# block as much shared memory as this one, as sm_80, as sm_86, sm_89 and sm_120.
+TILES: dict[str, dict[str, str]] = {
+    "newest": {},
+    "large": {"FA2_ARCH": "sm80"},
+    "middle": {"FA2_ARCH": "sm80", "FA2_MAX_SHARED_BYTES": "166912"},
+    "small": {"FA2_ARCH": "sm80", "FA2_MAX_SHARED_BYTES": "101376"},
+}
 
 
 @dataclass
@@ -185,16 +191,16 @@ def poison(device: torch.device | str) -> None:
 
 @contextmanager
 def tiles(size: str) -> Iterator[None]:
-    """The tiles of a GPU with less shared memory; `large`: as this GPU allows."""
-    before = os.environ.pop("FA2_MAX_SHARED_BYTES", None)
-    if (limit := TILES[size]) is not None:
-        os.environ["FA2_MAX_SHARED_BYTES"] = str(limit)
+    """Calls take the kernels of this entry of TILES."""
+    names = ("FA2_ARCH", "FA2_MAX_SHARED_BYTES")
+    before = {name: os.environ.pop(name) for name in names if name in os.environ}
+    os.environ.update(TILES[size])
     try:
         yield
     finally:
-        os.environ.pop("FA2_MAX_SHARED_BYTES", None)
-        if before is not None:
-            os.environ["FA2_MAX_SHARED_BYTES"] = before
+        for name in names:
+            os.environ.pop(name, None)
+        os.environ.update(before)
 
 
 def draw(rng: random.Random, device: torch.device | str, tokens: int = 1600) -> Problem:
@@ -248,8 +254,10 @@ def draw(rng: random.Random, device: torch.device | str, tokens: int = 1600) -> 
     return Problem(q, k, v, dout, q_lengths, k_lengths, mask.startswith("causal"), window, scale)
 
 
-def differential(draws: int, seed: int, device: str, seconds: float = math.inf) -> dict[str, Any]:
-    """Run `draws` random problems, the sizes of tiles in turn; the worst ratios, and every failure in words."""
+def differential(
+    draws: int, seed: int, device: str, seconds: float = math.inf, sizes: Sequence[str] = tuple(TILES)
+) -> dict[str, Any]:
+    """Run `draws` random problems, the `sizes` of TILES in turn; the worst ratios, and every failure in words."""
     rng = random.Random(seed)
     worst = dict.fromkeys(NAMES, 0.0)
     worst_at: dict[str, str] = {}
@@ -257,8 +265,8 @@ def differential(draws: int, seed: int, device: str, seconds: float = math.inf) 
     started, done = time.monotonic(), 0
     while done < draws and time.monotonic() - started < seconds:
         p = draw(rng, device)
-        size, deterministic = tuple(TILES)[done % 3], rng.random() < 0.3
-        text = f"draw {done}: {size} tiles, deterministic {deterministic}, {p}"
+        size, deterministic = sizes[done % len(sizes)], rng.random() < 0.3
+        text = f"draw {done}: {size} kernels, deterministic {deterministic}, {p}"
         with tiles(size):
             poison(device)
             found = ratios(p, run(p, deterministic))
@@ -270,6 +278,7 @@ def differential(draws: int, seed: int, device: str, seconds: float = math.inf) 
             failures.append(f"{text}: {', '.join(f'{n} {r:.2f}' for n, r in found.items())}")
     return {
         "draws": done,
+        "kernels": list(sizes),
         "seed": seed,
         "seconds": round(time.monotonic() - started, 1),
         "worst_over_bound": {name: round(ratio, 3) for name, ratio in worst.items()},
@@ -284,6 +293,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--draws", type=int, default=2000, help="how many problems (default %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--kernels", default=",".join(TILES), help="which, in turn (default %(default)s)")
     parser.add_argument("--seconds", type=float, default=math.inf, help="stop after this long")
     parser.add_argument("--device", default="cuda", help="cpu checks the CPU kernels (default %(default)s)")
     parser.add_argument("--out", type=Path, help="write the record here, JSON")
@@ -291,9 +301,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.device == "cuda" and not torch.cuda.is_available():
         print("fa2: --device must be cpu where torch sees no CUDA device, got cuda", file=sys.stderr)
         return 2
+    sizes = args.kernels.split(",")
+    if unknown := [size for size in sizes if size not in TILES]:
+        print(f"fa2: --kernels must be of {', '.join(TILES)}, got {', '.join(unknown)}", file=sys.stderr)
+        return 2
     record = {
         "machine": machine.describe(args.device),
-        **differential(args.draws, args.seed, args.device, args.seconds),
+        **differential(args.draws, args.seed, args.device, args.seconds, sizes),
     }
     for failure in record["failures"][:20]:
         print(f"FAILED {failure}")

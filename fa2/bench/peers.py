@@ -7,6 +7,7 @@ torch's cache. `kernels` is what the profiler must see in the names of the kerne
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -272,6 +273,36 @@ def flash_attn_3(case: Case, x: dict[str, Tensor]) -> Calls:
     return _flash_attn_package(module, case, x)
 
 
+def ours_sm80(case: Case, x: dict[str, Tensor]) -> Calls:
+    """fa2's sm80 family, on a GPU whose dispatch prefers a newer one."""
+    if sm80_is_newest():
+        raise Unavailable("it is what fa2 runs on this GPU")
+
+    def under_sm80(call: Call) -> Call:
+        def run() -> Any:
+            os.environ["FA2_ARCH"] = "sm80"
+            try:
+                return call()
+            finally:
+                del os.environ["FA2_ARCH"]
+
+        return run
+
+    calls = under_sm80(lambda: ours(case, x))()
+    backward = calls.backward and under_sm80(calls.backward)
+    later = [under_sm80(call) for call in (calls.backward_autograd, calls.both)]
+    return Calls(calls.out, under_sm80(calls.forward), backward, *later)
+
+
+def sm80_is_newest() -> bool:
+    """Whether no kernel of a newer family serves this GPU."""
+    if not torch.cuda.is_available():
+        return True
+    major, minor = torch.cuda.get_device_capability()
+    sm = 10 * major + minor
+    return not any(k.family != "sm80" and k.min_sm <= sm <= k.max_sm for k in fa2.kernels())
+
+
 @dataclass(frozen=True)
 class Peer:
     calls: Callable[[Case, dict[str, Tensor]], Calls]
@@ -282,6 +313,7 @@ class Peer:
 
 PEERS = {
     "fa2": Peer(ours, r"fa2.*attention_fwd|attention_fwd.*fa2", "fa2"),
+    "fa2_sm80": Peer(ours_sm80, r"fa2.*sm80.*attention_fwd|attention_fwd.*fa2.*sm80", "fa2, sm80 kernels"),
     "sdpa_flash": Peer(sdpa_flash, r"flash_fwd", "SDPA flash (FlashAttention-2)"),
     "sdpa_cudnn": Peer(sdpa_cudnn, r"cudnn", "SDPA cuDNN"),
     "eager": Peer(eager, r"softmax", "eager", 9),  # up to 100 ms a run

@@ -11,7 +11,7 @@ import json
 import re
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,56 +29,66 @@ def _machine(record: Record) -> str:
     return ", ".join([*words, m["date"]])
 
 
-def _pair(row: Record, part: str, peer: str) -> str:
-    """`396 (1.12)`: fa2's TFLOP/s and its ratio to the peer's."""
-    ours, theirs = row[part].get("fa2"), row[part].get(peer)
-    return f"{ours['tflops']:.0f} ({ours['tflops'] / theirs['tflops']:.2f})" if ours and theirs else "–"
+def _pair(row: Record, part: str, ours: str, peer: str) -> str:
+    """`396 (1.12)`: our TFLOP/s and their ratio to the peer's."""
+    mine, theirs = row[part].get(ours), row[part].get(peer)
+    return f"{mine['tflops']:.0f} ({mine['tflops'] / theirs['tflops']:.2f})" if mine and theirs else "–"
 
 
 def _rate(row: Record, part: str, peer: str) -> str:
-    reading = row[part].get(peer) or row[f"{part}_autograd" if part == "backward" else part].get(peer)
+    instead = f"{part}_autograd" if part == "backward" else part
+    reading = row[part].get(peer) or row.get(instead, {}).get(peer)
     return f"{reading['tflops']:.0f}" if reading else "–"
 
 
-def _mean(record: Record, key: str) -> str:
+def _rates(row: Record, names: Sequence[str]) -> list[str]:
+    return [f"{_rate(row, 'forward', p)}/{_rate(row, 'backward', p)}" for p in names]
+
+
+def _mean(record: Record, ours: str, key: str, parts: Sequence[str]) -> str:
     means = record["geometric_means"].get(key)
     if not means:
         return ""
-    parts = ", ".join(
-        f"{part} {means[part]['mean']:.2f} (least {means[part]['least']:.2f})"
-        for part in ("forward", "backward")
-        if part in means
+    text = ", ".join(
+        f"{part} {means[part]['mean']:.2f} (least {means[part]['least']:.2f})" for part in parts if part in means
     )
-    return f"Geometric mean over {key.split('/')[1]}: {parts}."
+    return f" {ours} over {key.split('/')[1]}, geometric means: {text}."
+
+
+def _sm80(row: Record) -> str:
+    """The name under which the record has the sm80 kernels: they are fa2's own where there are no newer ones."""
+    return "fa2_sm80" if "fa2_sm80" in row["forward"] else "fa2"
 
 
 def sweep_table(record: Record) -> str:
-    """The paper's sweep, forward / backward."""
+    """The paper's sweep."""
     lines = [
-        "| headdim, mask | seqlen | fa2 (over SDPA flash), forward | backward | % of the matmul | SDPA flash "
-        "| SDPA cuDNN | eager |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| headdim, mask | seqlen | fa2 forward (over SDPA cuDNN) | % of the matmul | sm80 kernels, forward (over SDPA "
+        "flash) | backward | SDPA flash | SDPA cuDNN | eager |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     ceiling = statistics.mean(record["matmul_tflops"])
     rows = [row for row in record["rows"] if row["suite"] == "paper"]
     for row in sorted(rows, key=lambda r: (r["headdim"], r["causal"], r["seqlen"])):
-        shares = "/".join(f"{row[part]['fa2']['tflops'] / ceiling:.0%}" for part in ("forward", "backward"))
-        peers = (
-            f"{_rate(row, 'forward', p)}/{_rate(row, 'backward', p)}" for p in ("sdpa_flash", "sdpa_cudnn", "eager")
-        )
-        lines.append(
-            f"| {row['headdim']} {'causal' if row['causal'] else 'full'} | {row['seqlen']} "
-            f"| {_pair(row, 'forward', 'sdpa_flash')} | {_pair(row, 'backward', 'sdpa_flash')} | {shares} "
-            f"| {' | '.join(peers)} |"
-        )
+        cells = [
+            f"{row['headdim']} {'causal' if row['causal'] else 'full'}",
+            str(row["seqlen"]),
+            _pair(row, "forward", "fa2", "sdpa_cudnn"),
+            f"{row['forward']['fa2']['tflops'] / ceiling:.0%}",
+            *(_pair(row, part, _sm80(row), "sdpa_flash") for part in ("forward", "backward")),
+            *_rates(row, ("sdpa_flash", "sdpa_cudnn", "eager")),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
     first = rows[0]["forward"]["fa2"]
     spread = max(r["spread"] for row in rows for part in ("forward", "backward") for r in row[part].values())
+    key = "paper/sdpa_flash" + ("/fa2_sm80" if _sm80(rows[0]) == "fa2_sm80" else "")
     lines += [
         "",
         f"TFLOP/s, 16k tokens, hidden 2048, bf16, medians of {first['n']} runs in rounds with the peers; the rounds' "
-        f"own medians differ by at most {spread:.0%}. Eager's backward goes through autograd. "
-        f"{_mean(record, 'paper/sdpa_flash')} Sequences of 1k to 16k count. Matmul 8192³, sustained: {ceiling:.0f}. "
-        f"{_machine(record)}.",
+        f"own medians differ by at most {spread:.0%}. Eager's backward goes through autograd."
+        f"{_mean(record, 'fa2', 'paper/sdpa_cudnn', ['forward'])}"
+        f"{_mean(record, 'sm80 kernels', key, ['forward', 'backward'])} Sequences of 1k to 16k count. Matmul 8192³, "
+        f"sustained: {ceiling:.0f}. {_machine(record)}.",
         "",
         f"![the sweep](bench/results/{Path(_BENCH[0]).with_name('bench.png')})",
     ]
@@ -88,25 +98,38 @@ def sweep_table(record: Record) -> str:
 def packed_table(record: Record) -> str:
     """Packed documents and grouped queries."""
     lines = [
-        "| documents | fa2 (over varlen_attn), forward | backward | varlen_attn | FlexAttention |",
-        "| --- | --- | --- | --- | --- |",
+        "| documents | fa2 forward (over varlen_attn) | sm80 kernels, forward | backward | varlen_attn "
+        "| FlexAttention |",
+        "| --- | --- | --- | --- | --- | --- |",
     ]
-    for row in (row for row in record["rows"] if row["suite"] == "packed"):
-        peers = (f"{_rate(row, 'forward', p)}/{_rate(row, 'backward', p)}" for p in ("varlen_attn", "flex"))
-        ours = " | ".join(_pair(row, part, "varlen_attn") for part in ("forward", "backward"))
-        lines.append(f"| {row['case']} | {ours} | {' | '.join(peers)} |")
+    rows = [row for row in record["rows"] if row["suite"] == "packed"]
+    for row in rows:
+        cells = [
+            row["case"],
+            _pair(row, "forward", "fa2", "varlen_attn"),
+            *(_pair(row, part, _sm80(row), "varlen_attn") for part in ("forward", "backward")),
+            *_rates(row, ("varlen_attn", "flex")),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    key = "packed/varlen_attn" + ("/fa2_sm80" if rows and _sm80(rows[0]) == "fa2_sm80" else "")
     lines += [
         "",
         "TFLOP/s over the true lengths, causal, 16 heads of 128, 32k tokens. FlexAttention's backward goes through "
-        f"autograd. {_mean(record, 'packed/varlen_attn')}",
+        f"autograd.{_mean(record, 'fa2', 'packed/varlen_attn', ['forward'])}"
+        f"{_mean(record, 'sm80 kernels', key, ['forward', 'backward'])}",
     ]
     grouped = [row for row in record["rows"] if row["suite"] == "gqa"]
     if grouped:
         text = "; ".join(
-            f"{row['seqlen']}: {_pair(row, 'forward', 'sdpa_flash')} and {_pair(row, 'backward', 'sdpa_flash')}"
+            f"{row['seqlen']}: {_pair(row, 'forward', 'fa2', 'sdpa_cudnn')}, "
+            f"{_pair(row, 'forward', _sm80(row), 'sdpa_flash')} and {_pair(row, 'backward', _sm80(row), 'sdpa_flash')}"
             for row in grouped
         )
-        lines += ["", f"64 query heads over 8 kv heads of 128, causal, over SDPA flash, forward and backward: {text}."]
+        lines += [
+            "",
+            "64 query heads over 8 kv heads of 128, causal: fa2's forward over SDPA cuDNN, the sm80 kernels' forward "
+            f"and backward over SDPA flash: {text}.",
+        ]
     return "\n".join(lines)
 
 
@@ -125,9 +148,11 @@ def correctness_table(record: Record) -> str:
     """The random differential test."""
     lines = ["| result | worst error over its bound |", "| --- | --- |"]
     lines += [f"| {name} | {ratio:.2f} |" for name, ratio in record["worst_over_bound"].items()]
+    kernels = f", kernels in turn: {', '.join(record['kernels'])}" if "kernels" in record else ""
     lines += [
         "",
-        f"{record['draws']} random problems against float64, {len(record['failures'])} failures. {_machine(record)}.",
+        f"{record['draws']} random problems against float64{kernels}; {len(record['failures'])} failures. "
+        f"{_machine(record)}.",
     ]
     return "\n".join(lines)
 

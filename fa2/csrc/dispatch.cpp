@@ -1,6 +1,7 @@
 // The table of all kernels, and what is derived from it. A new kernel is one row here.
 #include "dispatch.h"
 
+#include <cstring>
 #include <sstream>
 #include <tuple>
 #include <vector>
@@ -8,6 +9,9 @@
 #ifdef FA2_SM80
 #include "sm80/attention.h"
 #include "sm80/config.h"
+#endif
+#ifdef FA2_SM90
+#include "sm90/attention.h"
 #endif
 
 namespace fa2 {
@@ -56,8 +60,32 @@ void append_attention(std::vector<Kernel>& kernels) {
 }
 #endif
 
+#ifdef FA2_SM90
+template <DType kDType, int kHeadDim>
+Kernel hopper_fwd_row() {
+  return {Op::kFwd,
+          "sm90",
+          kDType,
+          kHeadDim,
+          90,
+          90,
+          227 * 1024,
+          erased<FwdParams, sm90::launch_fwd<kDType, kHeadDim>>,
+          sm90::fwd_function<kDType, kHeadDim>()};
+}
+
+template <DType kDType, int... kHeadDims>
+void append_hopper(std::vector<Kernel>& kernels) {
+  for (const Kernel& row : {hopper_fwd_row<kDType, kHeadDims>()...}) kernels.push_back(row);
+}
+#endif
+
 std::vector<Kernel> make_table() {
   std::vector<Kernel> kernels;
+#ifdef FA2_SM90
+  append_hopper<DType::kFloat16, 64, 96, 128, 192, 256>(kernels);
+  append_hopper<DType::kBFloat16, 64, 96, 128, 192, 256>(kernels);
+#endif
 #ifdef FA2_SM80
   append_attention<DType::kFloat16, 64, 96, 128, 192, 256>(kernels);
   append_attention<DType::kBFloat16, 64, 96, 128, 192, 256>(kernels);
@@ -90,9 +118,10 @@ bool runs_on(const Kernel& kernel, int sm) {
 
 }  // namespace
 
-const Kernel* find_kernel(Op op, DType dtype, int headdim, int sm, int shared_bytes) {
+const Kernel* find_kernel(Op op, DType dtype, int headdim, int sm, int shared_bytes, const char* family) {
   const Kernel* best = nullptr;
   for (const Kernel& kernel : table()) {
+    if (family != nullptr && std::strcmp(kernel.family, family) != 0) continue;
     if (kernel.op != op || kernel.dtype != dtype || kernel.max_headdim < headdim || !runs_on(kernel, sm) ||
         kernel.shared_bytes > shared_bytes)
       continue;
@@ -104,10 +133,11 @@ const Kernel* find_kernel(Op op, DType dtype, int headdim, int sm, int shared_by
   return best;
 }
 
-std::string no_kernel_message(Op op, DType dtype, int headdim, int sm) {
+std::string no_kernel_message(Op op, DType dtype, int headdim, int sm, const char* family) {
   std::ostringstream text;
-  text << "no kernel for " << name(op) << ", " << name(dtype) << ", headdim " << headdim << " on sm_" << sm
-       << "; have ";
+  text << "no kernel for " << name(op) << ", " << name(dtype) << ", headdim " << headdim << " on sm_" << sm;
+  if (family != nullptr) text << " in family " << family << ", which FA2_ARCH asks for";
+  text << "; have ";
   const char* separator = "";
   for (const Kernel& kernel : table()) {
     if (kernel.op != op) continue;

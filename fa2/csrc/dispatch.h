@@ -26,11 +26,11 @@ struct Kernel {
 };
 
 // The kernel of the smallest headdim that fits, the latest family and the largest tiles first; null when
-// there is none. shared_bytes is what a thread block may have.
-const Kernel* find_kernel(Op op, DType dtype, int headdim, int sm, int shared_bytes);
+// there is none. shared_bytes is what a thread block may have; family: of this one alone, null for any.
+const Kernel* find_kernel(Op op, DType dtype, int headdim, int sm, int shared_bytes, const char* family);
 
 // "no kernel for fwd, float16, headdim 512 on sm_75; have ..."
-std::string no_kernel_message(Op op, DType dtype, int headdim, int sm);
+std::string no_kernel_message(Op op, DType dtype, int headdim, int sm, const char* family);
 
 // The table as JSON, a list of objects.
 const std::string& kernels_json();

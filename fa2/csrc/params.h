@@ -27,7 +27,7 @@ struct Problem {
   float softmax_scale;
   int window_left, window_right;  // -1: unbounded; causal is (-1, 0)
   int64_t lse_batch, lse_head;
-  int32_t* tiles;  // varlen: scratch for tile/schedule.cuh, tile_list_size() numbers
+  int32_t* tiles;  // scratch for tile/schedule.cuh: varlen tile_list_size() numbers, dense kTileListHead
 };
 
 struct FwdParams : Problem {
@@ -49,8 +49,9 @@ struct BwdParams : Problem {
 
 // Scratch sizes that serve every kernel: no tile has fewer than kSmallestBlock rows.
 constexpr int kSmallestBlock = 32;
+constexpr int kTileListHead = 4;
 inline int64_t tile_list_size(int64_t total, int64_t batch) {
-  return 4 + 2 * (total / kSmallestBlock + batch + 1);
+  return kTileListHead + 2 * (total / kSmallestBlock + batch + 1);
 }
 inline int64_t semaphores(int64_t tokens, int64_t batch, int64_t nheads) {
   return (tokens / kSmallestBlock + batch + 1) * nheads;

@@ -180,7 +180,7 @@ def test_record_of_the_differential_test(tmp_path, capsys, monkeypatch):
     assert "3 draws" in capsys.readouterr().out
     monkeypatch.setattr(correctness, "ratios", lambda p, got: dict.fromkeys(correctness.NAMES, 2.0))
     assert correctness.main(["--device", "cpu", "--draws", "2"]) == 1
-    assert "FAILED draw 0: large tiles" in capsys.readouterr().out
+    assert "FAILED draw 0: newest kernels" in capsys.readouterr().out
 
 
 # --- the README

@@ -46,22 +46,14 @@ struct FwdTile {
                 "wgmma takes 64 queries, 16 keys a step, and slabs aligned to their swizzle");
 };
 
-// Which mask a tile size is for: kSome hides a part of the score matrix (causal or a window).
-enum class MaskKind { kNone, kSome };
-
-template <int kHeadDim, MaskKind kMask>
+template <int kHeadDim>
 struct FwdConfig;
 // clang-format off
-template <> struct FwdConfig<64, MaskKind::kSome> : FwdTile<64, 192, 128, 2, 2> {};
-template <> struct FwdConfig<64, MaskKind::kNone> : FwdTile<64, 192, 128, 2, 2> {};
-template <> struct FwdConfig<96, MaskKind::kSome> : FwdTile<96, 128, 128, 2, 2> {};
-template <> struct FwdConfig<96, MaskKind::kNone> : FwdTile<96, 128, 176, 2, 2> {};
-template <> struct FwdConfig<128, MaskKind::kSome> : FwdTile<128, 128, 128, 2, 2> {};
-template <> struct FwdConfig<128, MaskKind::kNone> : FwdTile<128, 128, 176, 2, 1> {};
-template <> struct FwdConfig<192, MaskKind::kSome> : FwdTile<192, 128, 96, 2, 1> {};
-template <> struct FwdConfig<192, MaskKind::kNone> : FwdTile<192, 128, 112, 2, 1> {};
-template <> struct FwdConfig<256, MaskKind::kSome> : FwdTile<256, 128, 80, 2, 1> {};
-template <> struct FwdConfig<256, MaskKind::kNone> : FwdTile<256, 128, 80, 2, 1> {};
+template <> struct FwdConfig<64> : FwdTile<64, 192, 128, 2, 2> {};    // 112 KB
+template <> struct FwdConfig<96> : FwdTile<96, 128, 160, 2, 2> {};    // 168 KB
+template <> struct FwdConfig<128> : FwdTile<128, 128, 128, 2, 2> {};  // 192 KB
+template <> struct FwdConfig<192> : FwdTile<192, 128, 112, 2, 1> {};  // 216 KB
+template <> struct FwdConfig<256> : FwdTile<256, 128, 80, 2, 1> {};   // 224 KB
 // clang-format on
 
 }  // namespace fa2::sm90

@@ -131,8 +131,9 @@ __global__ void __launch_bounds__(Config::kThreads, 1) attention_fwd(__grid_cons
       // first. Under a full mask all dense tiles are alike: one head after the other.
       constexpr float kL2_bytes = 32 << 20;
       const int longest = varlen ? p.tiles[2] : p.seqlen_k;
-      const int heads =
-          p.tiles == nullptr ? 1 : max(1, static_cast<int>(kL2_bytes / (a.key_bytes * max(1, longest))));
+      const float fitting = kL2_bytes / (a.key_bytes * max(1, longest));
+      const int all_heads = varlen ? p.nheads_q : p.batch * p.nheads_q;
+      const int heads = p.tiles == nullptr ? 1 : max(1, static_cast<int>(fminf(fitting, all_heads)));
       for (int index = blockIdx.x;;) {
         Work work;
         work.tile.block = -1;

@@ -100,16 +100,12 @@ cudaError_t launch_fwd_tiles(const FwdParams& p, cudaStream_t stream) {
 
 template <DType kDType, int kHeadDim>
 cudaError_t launch_fwd(const FwdParams& p, cudaStream_t stream) {
-  using Element = sm80::Element<kDType>;
-  if (p.window_left < 0 && p.window_right < 0)
-    return launch_fwd_tiles<Element, FwdConfig<kHeadDim, MaskKind::kNone>>(p, stream);
-  return launch_fwd_tiles<Element, FwdConfig<kHeadDim, MaskKind::kSome>>(p, stream);
+  return launch_fwd_tiles<sm80::Element<kDType>, FwdConfig<kHeadDim>>(p, stream);
 }
 
 template <DType kDType, int kHeadDim>
 const void* fwd_function() {
-  return reinterpret_cast<const void*>(
-      attention_fwd<sm80::Element<kDType>, FwdConfig<kHeadDim, MaskKind::kSome>>);
+  return reinterpret_cast<const void*>(attention_fwd<sm80::Element<kDType>, FwdConfig<kHeadDim>>);
 }
 
 #define FA2_INSTANTIATE_FWD(kDType, kHeadDim)                                        \
