@@ -1,5 +1,5 @@
 """`python -m fa2.build`: compile the CUDA extension, list what each kernel uses, and fail on what makes a kernel slow
-(a spill that `csrc/spills.txt` does not explain, a ptxas warning of serialised wgmma). The compiling itself: `nvcc.py`.
+(a spill that `csrc/spills.txt` does not explain, a ptxas warning of serialised wgmma, a Hopper kernel without it). The compiling itself: `nvcc.py`.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from fa2.nvcc import (
     cached_library,
     check_architectures,
     compile_extension,
+    count_instruction,
+    disassemble,
 )
 
 
@@ -67,8 +69,20 @@ def report(built: Built, say: Callable[[str], None] = print, csrc: Path = CSRC) 
     return problems + [f"ptxas: {line}" for line in built.warnings]
 
 
+def without_wgmma(library: Path, say: Callable[[str], None] = print) -> list[str]:
+    """The Hopper attention kernels whose code has no HGMMA, the tensor cores' asynchronous product."""
+    try:
+        counts = count_instruction(disassemble(library, "sm_90a"), "HGMMA")
+    except BuildError as error:
+        say(f"the code of sm_90a is not looked at: {error}")
+        return []
+    kernels = {name: count for name, count in counts.items() if "attention" in name}
+    say(f"HGMMA in {sum(map(bool, kernels.values()))} of {len(kernels)} sm_90a attention kernels")
+    return [f"{name} has no HGMMA on sm_90a" for name, count in kernels.items() if not count]
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """`python -m fa2.build`. Exit code 0; 1 for an unlisted spill or a ptxas warning; 2 when it cannot be built."""
+    """`python -m fa2.build`. Exit code 0; 1 for what makes a kernel slow; 2 when it cannot be built."""
     parser = argparse.ArgumentParser(prog="python -m fa2.build", description="Build fa2's CUDA extension with nvcc.")
     parser.add_argument("--arch", default=",".join(ALL), help="comma-separated, of: %(default)s (all)")
     parser.add_argument("--out", type=Path, help="folder for the library (default: the cache that fa2 looks into)")
@@ -85,6 +99,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"fa2: {error}", file=sys.stderr)
         return 2
     print(f"{built.library}: {', '.join(architectures)} in {built.seconds:.1f} s")
+    if "sm_90a" in architectures:
+        problems += without_wgmma(built.library)
     if args.json:
         rows = {"seconds": round(built.seconds, 1), "kernels": [asdict(u) for u in built.usages]}
         args.json.write_text(json.dumps(rows, indent=2) + "\n")

@@ -47,8 +47,8 @@ TORCH_FLAGS = (f"-DTORCH_TARGET_VERSION=0x{MIN_TORCH[0]:02x}{MIN_TORCH[1]:02x}00
 # CUDA runtime is static and libcuda is never named, so the library loads on a machine without a driver.
 LINK_FLAGS = ("-shared", "-cudart=static", "-Xlinker=--no-as-needed", "-ltorch", "-ltorch_cpu")
 
-# ptxas warnings that mean a slow kernel: setmaxnreg ignored, wgmma serialised, waits injected.
-FATAL_WARNINGS = ("C7508", "C7510", "C7511", "C7517", "C7519")
+# ptxas warnings that mean a slow kernel: setmaxnreg ignored, wgmma serialised (four reasons), waits injected.
+FATAL_WARNINGS = ("C7508", "C7510", "C7511", "C7512", "C7514", "C7515", "C7517", "C7519")
 
 
 class BuildError(RuntimeError):
@@ -285,6 +285,45 @@ def parse_ptxas(text: str) -> list[KernelUsage]:
 def fatal_warnings(text: str) -> list[str]:
     """The lines with ptxas warnings that mean a slow kernel."""
     return [line.strip() for line in text.splitlines() if any(f"({w})" in line or w in line for w in FATAL_WARNINGS)]
+
+
+def find_cuobjdump() -> Path | None:
+    """The disassembler: on PATH, beside nvcc, or in NVIDIA's packages (which `.[dev]` brings)."""
+    if on_path := shutil.which("cuobjdump"):
+        return Path(on_path)
+    candidates = [nvcc.resolve().with_name("cuobjdump")] if (nvcc := find_nvcc()) else []
+    for packages in _site_packages():
+        candidates += sorted(packages.glob("nvidia/cu[0-9]*/bin/cuobjdump"), reverse=True)
+    return next((tool for tool in candidates if tool.is_file()), None)
+
+
+_FUNCTION = re.compile(r"Function : (\S+)")
+
+
+def count_instruction(sass: str, instruction: str) -> dict[str, int]:
+    """How often each function of a disassembly has an instruction."""
+    counts: dict[str, int] = {}
+    function = ""
+    for line in sass.splitlines():
+        if match := _FUNCTION.search(line):
+            function = match[1]
+            counts[function] = 0
+        elif function and re.search(rf"\b{instruction}\b", line):
+            counts[function] += 1
+    return counts
+
+
+def disassemble(library: Path, architecture: str) -> str:
+    """SASS of one architecture. Raises BuildError where there is no cuobjdump, or it fails."""
+    tool = find_cuobjdump()
+    if tool is None:
+        raise BuildError("cuobjdump was not found: pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm")
+    path = f"{tool.parent}{os.pathsep}{os.environ.get('PATH', '')}"  # it calls nvdisasm
+    command = [str(tool), "-sass", "-arch", architecture, str(library)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "PATH": path})
+    if done.returncode:
+        raise BuildError(f"cuobjdump failed: {done.stderr.strip()}")
+    return done.stdout
 
 
 # --- build

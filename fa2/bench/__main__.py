@@ -244,8 +244,8 @@ def table(record: dict[str, Any]) -> str:
 
 
 def geometric_means(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Of fa2's speed over each peer's, per suite and part, with the smallest ratio and its case: "paper/sdpa_flash", and
-    "paper/sdpa_flash/fa2_sm80" for its sm80 kernels.
+    """Of fa2's speed over each peer's, per suite and part, with the smallest ratio and its case: "paper/sdpa_flash",
+    and "paper/sdpa_flash/fa2_sm80" for its sm80 kernels.
 
     Of the paper's sweep 1k to 16k count: shorter sequences are in the table, not in the mean.
     """

@@ -28,7 +28,7 @@ cudaError_t launch_bwd_tiles(const BwdParams& p, cudaStream_t stream) {
   error = launch(bwd_preprocess<Element, kHeadDim>, heads * ceil_div(rows, kPreprocessRows),
                  kPreprocessThreads, 0, stream, p, rows, p.dq_semaphore == nullptr ? 0 : turns * p.nheads_q);
   if (error == cudaSuccess && varlen)
-    error = launch(schedule_tiles<kBlockN, false>, 1, kScheduleThreads, 0, stream, p.cu_seqlens_k,
+    error = launch(schedule_tiles<kBlockN, false, 80>, 1, kScheduleThreads, 0, stream, p.cu_seqlens_k,
                    p.cu_seqlens_q, p.total_k, p.batch, p.tiles);
   if (error != cudaSuccess) return error;
   const int64_t tiles =

@@ -16,7 +16,7 @@ cudaError_t launch_fwd_tiles(const FwdParams& p, cudaStream_t stream) {
   cudaError_t error = allow_shared_memory(attention_fwd<Element, Config>, Config::kShared_bytes, devices);
   const bool varlen = p.cu_seqlens_q != nullptr;
   if (error == cudaSuccess && varlen)
-    error = launch(schedule_tiles<kBlockM, true>, 1, kScheduleThreads, 0, stream, p.cu_seqlens_q,
+    error = launch(schedule_tiles<kBlockM, true, 80>, 1, kScheduleThreads, 0, stream, p.cu_seqlens_q,
                    p.cu_seqlens_k, p.total_q, p.batch, p.tiles);
   if (error != cudaSuccess) return error;
   const int64_t tiles =

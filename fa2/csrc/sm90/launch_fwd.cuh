@@ -45,7 +45,7 @@ cudaError_t launch_early(void (*kernel)(Arguments), int blocks, int threads, int
 }
 
 // Dense tiles need no list, only the count of those handed out.
-__global__ void reset_handed_out(int32_t* tiles) {
+static __global__ void reset_handed_out(int32_t* tiles) {
   ptx::let_next_kernel_start();
   tiles[1] = 0;
 }
@@ -80,7 +80,7 @@ cudaError_t launch_fwd_tiles(const FwdParams& p, cudaStream_t stream) {
   // Under a full mask all dense tiles are alike and need no queue.
   if (!varlen && p.window_left < 0 && p.window_right < 0) a.p.tiles = nullptr;
   if (varlen) {
-    error = launch(schedule_tiles<kBlockM, true>, 1, kScheduleThreads, 0, stream, p.cu_seqlens_q,
+    error = launch(schedule_tiles<kBlockM, true, 90>, 1, kScheduleThreads, 0, stream, p.cu_seqlens_q,
                    p.cu_seqlens_k, p.total_q, p.batch, p.tiles);
   } else if (a.p.tiles != nullptr) {
     error = launch(reset_handed_out, 1, 1, 0, stream, a.p.tiles);

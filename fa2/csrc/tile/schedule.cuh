@@ -28,13 +28,13 @@ inline __host__ __device__ int work_class(unsigned work) {
 // tiles[0] becomes the count, tiles[1] 0 (persistent kernels count there what was handed out), tiles[2] the
 // length of the longest "other" sequence; entry i, a pair (sequence, block), lies at tiles[4 + 2 * i]. side
 // "own": the tokens that the tiles cut; "other": those that each tile loops over.
-template <int kBlock, bool kReversed>
+// kSm: the family that launches it. From 90 on the kernel behind it may start early. (Two families must not
+// share a function: each is compiled for other architectures, and the linker keeps one.)
+template <int kBlock, bool kReversed, int kSm>
 __global__ void __launch_bounds__(kScheduleThreads)
     schedule_tiles(const int* cu_seqlens_own, const int* cu_seqlens_other, int total_own, int batch,
                    int* tiles) {
-#if __CUDA_ARCH__ >= 900
-  ptx::let_next_kernel_start();  // it waits for the list by itself
-#endif
+  if constexpr (kSm >= 90) ptx::let_next_kernel_start();  // it waits for the list by itself
   constexpr int kClasses = 128;
   __shared__ int next[kClasses], longest;
   const int lane = threadIdx.x % 32;
