@@ -2,12 +2,12 @@
 // by inst/bwd_*.cu alone.
 #pragma once
 
+#include "../kernel_launch.cuh"
 #include "../tile/schedule.cuh"
 #include "attention.h"
 #include "bwd.cuh"
 #include "bwd_convert.cuh"
 #include "bwd_preprocess.cuh"
-#include "launch.cuh"
 
 namespace fa2::sm80 {
 

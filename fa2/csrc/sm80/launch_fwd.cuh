@@ -1,10 +1,10 @@
 // Host side of the forward: (varlen) the list of tiles, then the kernel. Included by inst/fwd_*.cu alone.
 #pragma once
 
+#include "../kernel_launch.cuh"
 #include "../tile/schedule.cuh"
 #include "attention.h"
 #include "fwd.cuh"
-#include "launch.cuh"
 
 namespace fa2::sm80 {
 

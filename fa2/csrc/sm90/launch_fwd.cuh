@@ -5,16 +5,12 @@
 #include <algorithm>
 #include <array>
 
-#include "../sm80/launch.cuh"
+#include "../kernel_launch.cuh"
 #include "../tile/schedule.cuh"
 #include "attention.h"
 #include "fwd.cuh"
 
 namespace fa2::sm90 {
-
-using sm80::allow_shared_memory;
-using sm80::ceil_div;
-using sm80::launch;
 
 inline cudaError_t multiprocessors(int* count) {
   static std::array<std::atomic<int>, 64> known{};
@@ -100,12 +96,12 @@ cudaError_t launch_fwd_tiles(const FwdParams& p, cudaStream_t stream) {
 
 template <DType kDType, int kHeadDim>
 cudaError_t launch_fwd(const FwdParams& p, cudaStream_t stream) {
-  return launch_fwd_tiles<sm80::Element<kDType>, FwdConfig<kHeadDim>>(p, stream);
+  return launch_fwd_tiles<Element<kDType>, FwdConfig<kHeadDim>>(p, stream);
 }
 
 template <DType kDType, int kHeadDim>
 const void* fwd_function() {
-  return reinterpret_cast<const void*>(attention_fwd<sm80::Element<kDType>, FwdConfig<kHeadDim>>);
+  return reinterpret_cast<const void*>(attention_fwd<Element<kDType>, FwdConfig<kHeadDim>>);
 }
 
 #define FA2_INSTANTIATE_FWD(kDType, kHeadDim)                                        \

@@ -1,4 +1,4 @@
-// What the launches of forward and backward share. Every failure is returned; api.cpp throws it.
+// What all launches share. Every failure is returned; api.cpp throws it.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -9,9 +9,9 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "../params.h"
+#include "params.h"
 
-namespace fa2::sm80 {
+namespace fa2 {
 
 template <DType kDType>
 using Element = std::conditional_t<kDType == DType::kFloat16, __half, __nv_bfloat16>;
@@ -42,4 +42,4 @@ cudaError_t launch(void (*kernel)(Parameters...), int64_t blocks, int threads, i
   return cudaGetLastError();
 }
 
-}  // namespace fa2::sm80
+}  // namespace fa2
