@@ -327,9 +327,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1) attention_fwd(__grid_cons
     }
     if (own.last < range.last) skip_v();
     int n_block = own.last - 1;
-    const auto finish_s = [&](auto masked) {
-      ptx::wgmma_pin(acc_s);
-      release(Barrier::kKEmpty, k_slot);
+    const auto probabilities = [&](auto masked) {
       if constexpr (decltype(masked)::value) {
         const int column = n_block * kBlockN + lane % 4 * 2;
         if (n_block >= own.full_first) {
@@ -341,12 +339,18 @@ __global__ void __launch_bounds__(Config::kThreads, 1) attention_fwd(__grid_cons
       return softmax.update(acc_s);
     };
     ptx::wgmma_wait<0>();
-    if (own.is_full(n_block)) {
-      finish_s(std::false_type{});
-    } else {
-      finish_s(std::true_type{});
+    ptx::wgmma_pin(acc_s);
+    release(Barrier::kKEmpty, k_slot);
+    // A sequence's last tile may have no query for this warpgroup: it only keeps the others company.
+    const bool active = m_first + consumer * 64 < work.seqlen_q;
+    if (active) {
+      if (own.is_full(n_block)) {
+        probabilities(std::false_type{});
+      } else {
+        probabilities(std::true_type{});
+      }
+      to_operand<Element>(p_frag, acc_s);
     }
-    to_operand<Element>(p_frag, acc_s);
     if constexpr (kAhead) release_q();
 
     bool accumulate = false;
@@ -358,7 +362,9 @@ __global__ void __launch_bounds__(Config::kThreads, 1) attention_fwd(__grid_cons
       accumulate = true;
       your_turn();
       ptx::wgmma_wait<1>();
-      const bool rescale = finish_s(masked);
+      ptx::wgmma_pin(acc_s);
+      release(Barrier::kKEmpty, k_slot);
+      const bool rescale = probabilities(masked);
       ptx::wgmma_wait<0>();
       ptx::wgmma_pin(acc_o);
       release(Barrier::kVEmpty, v_slot);
@@ -399,40 +405,42 @@ __global__ void __launch_bounds__(Config::kThreads, 1) attention_fwd(__grid_cons
     ptx::wgmma_pin(acc_o);
     if (rest == 0) release(Barrier::kVEmpty, v_slot);
 
-    softmax.finalize(acc_o);
-    if (lane % 4 == 0) {
-      const int64_t offset = ended.bidb * p.lse_batch + ended.tile.bidh * p.lse_head + ended.first_q;
-#pragma unroll
-      for (int half = 0; half < 2; ++half)
-        if (row + half * 8 < ended.seqlen_q) p.softmax_lse[offset + row + half * 8] = softmax.lse(half);
-    }
-
-    const uint32_t sO = shared + Config::kQ + q_index * Config::kQ_bytes;
     sync_warpgroup();  // this warpgroup's products have read Q
-    using Tile = Swizzle<Slab::kWidth>;
+    if (active) {
+      softmax.finalize(acc_o);
+      if (lane % 4 == 0) {
+        float* const gLse =
+            p.softmax_lse + ended.bidb * p.lse_batch + ended.tile.bidh * p.lse_head + ended.first_q;
 #pragma unroll
-    for (int j = 0; j < kHeadDim / 16; ++j) {
-      uint32_t out_frag[4];
+        for (int half = 0; half < 2; ++half)
+          if (row + half * 8 < ended.seqlen_q) gLse[row + half * 8] = softmax.lse(half);
+      }
+      using Tile = Swizzle<Slab::kWidth>;
+      const uint32_t sO = shared + Config::kQ + q_index * Config::kQ_bytes;
 #pragma unroll
-      for (int e = 0; e < 4; ++e)
-        out_frag[e] =
-            ptx::pack<Element>(acc_o[0][2 * j + e / 2][e % 2 * 2], acc_o[0][2 * j + e / 2][e % 2 * 2 + 1]);
-      const int slab = j * 16 / Slab::kWidth, chunk = j * 16 % Slab::kWidth / 8;
-      ptx::stmatrix_x4(
-          sO + slab * kBlockM * Slab::kRow_bytes + Tile::offset(warp_row + lane % 16, chunk + lane / 16),
-          out_frag);
+      for (int j = 0; j < kHeadDim / 16; ++j) {
+        uint32_t out_frag[4];
+#pragma unroll
+        for (int e = 0; e < 4; ++e)
+          out_frag[e] =
+              ptx::pack<Element>(acc_o[0][2 * j + e / 2][e % 2 * 2], acc_o[0][2 * j + e / 2][e % 2 * 2 + 1]);
+        const int slab = j * 16 / Slab::kWidth, chunk = j * 16 % Slab::kWidth / 8;
+        ptx::stmatrix_x4(
+            sO + slab * kBlockM * Slab::kRow_bytes + Tile::offset(warp_row + lane % 16, chunk + lane / 16),
+            out_frag);
+      }
+      ptx::fence_async_proxy();
+      sync_warpgroup();
+      if (leader) {
+        const Rows rows_o(varlen, ended.bidb, ended.first_q, ended.seqlen_q);
+#pragma unroll
+        for (int i = 0; i < Slab::kCount; ++i)
+          ptx::tma_store(&a.out, sO + (i * kBlockM + consumer * 64) * Slab::kRow_bytes,
+                         rows_o.at(i * Slab::kWidth, m_first + consumer * 64, ended.tile.bidh));
+        ptx::tma_store_commit();
+      }
     }
-    ptx::fence_async_proxy();
-    sync_warpgroup();
-    if (leader) {
-      const Rows rows_o(varlen, ended.bidb, ended.first_q, ended.seqlen_q);
-#pragma unroll
-      for (int i = 0; i < Slab::kCount; ++i)
-        ptx::tma_store(&a.out, sO + (i * kBlockM + consumer * 64) * Slab::kRow_bytes,
-                       rows_o.at(i * Slab::kWidth, m_first + consumer * 64, ended.tile.bidh));
-      ptx::tma_store_commit();
-      q_to_release = q_index;
-    }
+    if (leader) q_to_release = q_index;
     if constexpr (!kAhead) {
       release_q();
       work = next_work();

@@ -49,11 +49,14 @@ __global__ void __launch_bounds__(kScheduleThreads)
   if (threadIdx.x < kClasses) next[threadIdx.x] = 0;
   if (threadIdx.x == 0) longest = 0;
   __syncthreads();
+  int longest_of_mine = 0;
   for (int sequence = threadIdx.x; sequence <= batch; sequence += kScheduleThreads) {
     int work;
     const int count = count_tiles(sequence, work);
-    if (count > 0) atomicAdd(&next[work_class(work)], count), atomicMax(&longest, work);
+    if (count > 0) atomicAdd(&next[work_class(work)], count), longest_of_mine = max(longest_of_mine, work);
   }
+  longest_of_mine = __reduce_max_sync(0xffffffffu, longest_of_mine);
+  if (lane == 0 && longest_of_mine > 0) atomicMax(&longest, longest_of_mine);
   __syncthreads();
   // Each class's first slot: the sum over the heavier classes. One warp, four classes a lane.
   if (threadIdx.x < 32) {
