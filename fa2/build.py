@@ -1,5 +1,6 @@
 """`python -m fa2.build`: compile the CUDA extension, list what each kernel uses, and fail on what makes a kernel slow
-(a spill that `csrc/spills.txt` does not explain, a ptxas warning of serialised wgmma, a Hopper kernel without it). The compiling itself: `nvcc.py`.
+(a spill that `csrc/spills.txt` does not explain, a ptxas warning of serialised wgmma, a Hopper kernel without wgmma).
+The compiling itself: `nvcc.py`.
 """
 
 from __future__ import annotations

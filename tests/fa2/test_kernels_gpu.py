@@ -76,6 +76,29 @@ def assert_same_bits(a, b, what: str = "") -> None:
 # --- shapes and masks
 
 
+@each_tile_size
+@each_headdim
+def test_windows_that_few_of_a_tile_see(headdim, size):
+    """Parts of a tile see different key blocks, or none, and there are more tiles than multiprocessors."""
+    masks = [(0, 0), (3, -1), (200, 0), (130, 64), (-1, 70), (700, 0)]
+    with tiles(size):
+        for window in masks:
+            check(varlen([900, 5, 64, 65, 0, 333, 1200], headdim=headdim, window=window))
+            check(varlen([900, 5, 640, 1], [70, 900, 2, 1500], headdim=headdim, window=window, heads=(4, 2)))
+        check(dense(3, 5, 1500, headdim=headdim, causal=True))
+        check(dense(3, 1500, 5, headdim=headdim, causal=True))
+
+
+@each_tile_size
+def test_expanded_inputs(size):
+    """Strides of zero: one key head stands for all, one token for a whole sequence."""
+    q, dout = normal(2, 150, 4, 64), normal(2, 150, 4, 64, seed=3)
+    for shape in ((2, 150, 1, 64), (2, 1, 4, 64), (1, 150, 4, 64)):
+        k, v = (normal(*shape, seed=i).expand(2, 150, 4, 64) for i in (1, 2))
+        with tiles(size):
+            check(Problem(q, k, v, dout, causal=True))
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("headdim", HEADDIMS)
 @each_tile_size

@@ -448,6 +448,44 @@ def test_small_tiles_are_really_other_kernels():
         assert names[0] != names[1], names
 
 
+def test_the_family_can_be_chosen(monkeypatch):
+    """FA2_ARCH=sm80 takes the other family's kernel on a GPU that has a newer one, and a wrong value is named."""
+    q = normal(1, 512, 2, 128)
+    names = []
+    for size in ("newest", "large"):
+        with tiles(size), torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            OPS.fwd(q, q, q, 0.1, -1, 0)
+            torch.cuda.synchronize()
+        names.append([e.key for e in profile.key_averages() if "attention_fwd" in e.key])
+    if all(names):  # a machine may lack the profiler's library
+        assert all("sm80" in n for n in names[1]), names
+        if torch.cuda.get_device_capability() == (9, 0):
+            assert all("sm90" in n for n in names[0]), names
+    monkeypatch.setenv("FA2_ARCH", "hopper")
+    with pytest.raises(RuntimeError, match="fa2: FA2_ARCH must be sm80 or sm90, got hopper"):
+        OPS.fwd(q, q, q, 0.1, -1, 0)
+
+
+def test_a_call_waits_for_the_one_before():
+    """A kernel may start while the one before it ends: a chain of calls without a gap equals one with waits."""
+    c = torch.tensor([0, 700, 700, 1500, 2048], device="cuda", dtype=torch.int32)
+    x = normal(1, 2048, 4, 128)
+
+    def chain(wait: bool) -> Tensor:
+        q = x
+        for _ in range(30):
+            dense, _ = OPS.fwd(q, q, q, 0.3, -1, 0)
+            if wait:
+                torch.cuda.synchronize()
+            packed, _ = OPS.fwd_varlen(dense[0], dense[0], q[0], c, c, 800, 800, 0.3, -1, 0)
+            if wait:
+                torch.cuda.synchronize()
+            q = packed[None]
+        return q
+
+    assert torch.equal(chain(False), chain(True))
+
+
 NO_ROOM = """
 import os, torch, fa2
 os.environ["FA2_MAX_SHARED_BYTES"] = "1024"

@@ -419,3 +419,32 @@ def test_a_compile_error_carries_the_compilers_words(sources, tmp_path):
     with pytest.raises(nvcc.BuildError, match="no_such_thing"):
         nvcc.compile_extension(tmp_path / "out", ("sm_80",), csrc=sources)
     assert not (tmp_path / "out" / nvcc.LIBRARY).exists()
+
+
+SASS = """
+\t\tFunction : first_attention
+        /*0000*/                   HGMMA.64x128x16.F32.BF16 R24, gdesc[UR4], RZ, !UPT ;
+        /*0010*/                   HGMMA.64x128x16.F32.BF16 R24, gdesc[UR8], R24 ;
+\t\tFunction : second
+        /*0000*/                   MOV R1, c[0x0][0x28] ; // no HGMMAX here
+"""
+
+
+def test_instructions_are_counted():
+    assert nvcc.count_instruction(SASS, "HGMMA") == {"first_attention": 2, "second": 0}
+
+
+def test_a_hopper_kernel_without_wgmma_is_a_problem(monkeypatch):
+    said: list[str] = []
+    monkeypatch.setattr(build, "disassemble", lambda library, architecture: SASS)
+    assert build.without_wgmma(Path("x"), said.append) == []
+    monkeypatch.setattr(build, "disassemble", lambda library, architecture: SASS.replace("HGMMA.64", "HMMA.64"))
+    assert build.without_wgmma(Path("x"), said.append) == ["first_attention has no HGMMA on sm_90a"]
+    assert said == [f"HGMMA in {n} of 1 sm_90a attention kernels" for n in (1, 0)]
+
+
+def test_a_missing_disassembler_is_said(monkeypatch):
+    said: list[str] = []
+    monkeypatch.setattr(nvcc, "find_cuobjdump", lambda: None)
+    assert build.without_wgmma(Path("x"), said.append) == []
+    assert "cuobjdump was not found: pip install" in said[0]
