@@ -48,6 +48,13 @@ struct Mask {
     return range;
   }
 
+  // Whether a single key block sees this query block: what it adds to dq is all of it.
+  template <int kBlockM, int kBlockN>
+  __host__ __device__ bool has_one_key_block(int m_block) const {
+    const BlockRange keys = key_blocks<kBlockM, kBlockN>(m_block);
+    return keys.last - keys.first == 1;
+  }
+
   // Query blocks of kBlockM that touch keys [j0, j0 + columns): the same relation, read the other way.
   // Rows past the end of the sequence need no mask: the backward reads them as zeros.
   template <int kBlockM, int kBlockN>
@@ -83,6 +90,27 @@ struct Mask {
           for (int e = 0; e < 2; ++e) {
             const int key = column + (j / 2) * kInterleave * 16 + (j % 2) * 8 + e;
             if (static_cast<unsigned>(key - begin) >= count) acc[i][j][half * 2 + e] = hidden;
+          }
+      }
+  }
+
+  // The same for scores whose rows are keys and whose columns are queries.
+  template <int kInterleave, int kRowInterleave, int kRowTiles, int kColumnTiles>
+  __device__ __forceinline__ void apply_transposed(float (&acc)[kRowTiles][kColumnTiles][4], int row,
+                                                   int column, float hidden) const {
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int key = row + i * kRowInterleave * 16 + half * 8;
+        const int begin = key - diagonal - right;  // queries [begin, begin + count) see this key
+        const unsigned count = key < seqlen_k ? left + right + 1 : 0;
+#pragma unroll
+        for (int j = 0; j < kColumnTiles; ++j)
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            const int query = column + (j / 2) * kInterleave * 16 + (j % 2) * 8 + e;
+            if (static_cast<unsigned>(query - begin) >= count) acc[i][j][half * 2 + e] = hidden;
           }
       }
   }
