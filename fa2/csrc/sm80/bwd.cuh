@@ -4,20 +4,21 @@
 //   load K, V
 //   for each query head of the group, for each m_block that sees these keys:
 //     wait for Q, dO, lse, delta[m_block]; start loading the next
-//     S^T = K Q^T;  dP^T = V dO^T           a warp: the keys of its dK and dV, and its share of the queries
+//     S^T = K Q^T;  dP^T = V dO^T       a warp: the keys of its dK and dV, its share of the queries
 //     P = exp2(S * scale_log2 - lse_log2);  dS = P * (dP - delta);  rounded, and to shared memory
-//     dV += P^T dO;  dK += dS^T Q           its own queries from registers, then the others' from shared
-//     memory dQ = dS K                             to dq, if no other key block sees these queries; else
-//     added to an
-//                                           fp32 accumulator in global memory, in a fixed order when
-//                                           deterministic
+//     dV += P^T dO;  dK += dS^T Q       its own queries from registers, then the others' from shared memory
+//     dQ = dS K                         into dq, where no other key block sees these queries; else added to
+//                                       an fp32 accumulator, in a fixed order when deterministic
 //   dk = dK * scale, dv = dV
 //
-// P and dS stay transposed throughout: an accumulator's layout is that of an A operand, so what a warp has
-// made it can use at once. Shared memory is what limits this kernel (some 80 of its 128 bytes a clock), and
-// every operand that stays in registers is not read from it. Before it bwd_preprocess.cuh has made lse_log2,
-// delta and a zeroed accumulator; after it bwd_convert.cuh makes dq of the accumulator. Shapes: Q, dO kBlockM
-// x kHeadDim; K, V, dK, dV kBlockN x kHeadDim; S^T, P^T, dP^T, dS^T kBlockN x kBlockM. Read first: config.h.
+// S, P, dP, dS are transposed: an accumulator has the layout of an A operand, so a warp uses at once what it
+// made. Shared memory is the limit (it gives 80 of its 128 bytes a clock here): operands that stay in
+// registers are not read from it.
+//
+// Before it bwd_preprocess.cuh has made lse_log2, delta and a zeroed accumulator; after it bwd_convert.cuh
+// makes the rest of dq.
+// Shapes: Q, dO kBlockM x kHeadDim; K, V, dK, dV kBlockN x kHeadDim; S^T, P^T, dP^T, dS^T kBlockN x kBlockM.
+// Read first: config.h.
 #pragma once
 #include <type_traits>
 
