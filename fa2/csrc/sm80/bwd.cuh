@@ -33,20 +33,18 @@
 
 namespace fa2::sm80 {
 
+// One key block: all of the above. `walk`: this thread block takes the sequence's key blocks one after the
+// other, in ascending order.
 template <class Element, class Config>
-__global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
-    attention_bwd(__grid_constant__ const BwdParams p) {
+__device__ __forceinline__ void backward_of_keys(const BwdParams& p, const Sequence& sequence,
+                                                 const Mask& mask, const WorkTile& tile, int n_block,
+                                                 bool walk) {
   constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN, kHeadDim = Config::kHeadDim;
   constexpr int kStages = Config::kStages, kThreads = Config::kThreads;
 
-  WorkTile tile;
-  if (!find_tile(tile, p, p.nheads_kv, (p.seqlen_k + kBlockN - 1) / kBlockN, false)) return;
-  const Sequence sequence(p, tile.bidb, false);
-  const Mask mask(sequence.seqlen_q, sequence.seqlen_k, p.window_left, p.window_right);
-  const BlockRange blocks = mask.query_blocks<kBlockM, kBlockN>(tile.block);
-
+  const BlockRange blocks = mask.query_blocks<kBlockM, kBlockN>(n_block);
   const int group = p.nheads_q / p.nheads_kv;
-  const int n_first = tile.block * kBlockN;
+  const int n_first = n_block * kBlockN;
   const int chunks = p.headdim / 8;
   const int first_query = mask.first_query();
   const int columns = sequence.seqlen_k - n_first;  // keys of this tile that exist, if fewer than kBlockN
@@ -217,13 +215,15 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
         if (steps > 1) load_next(0);
       }
 
-      // All of this query block's dq comes from here: it needs no accumulator.
-      const bool direct = mask.has_one_key_block<kBlockM, kBlockN>(m_block);
+      // The key blocks that add to this query block's dq. The last one that a walk comes to writes dq, and so
+      // does one that is alone.
+      const BlockRange keys = mask.key_blocks<kBlockM, kBlockN>(m_block);
+      const bool direct = walk ? n_block == keys.last - 1 : keys.last - keys.first == 1;
       int* turn = nullptr;
       if (p.dq_semaphore != nullptr && !direct) {
         // Key blocks add to a query block in ascending order; each waits only for blocks handed out before
         // it.
-        const int before = tile.block - mask.key_blocks<kBlockM, kBlockN>(m_block).first;
+        const int before = n_block - keys.first;
         turn = p.dq_semaphore + (sequence.query_tile(p, tile.bidb, kBlockM) + m_block) * p.nheads_q + head;
         if (threadIdx.x == 0)
           while (ptx::load_acquire(turn) != before) __nanosleep(64);
@@ -235,9 +235,11 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
         constexpr int kFirst = decltype(part)::value * Config::kColumnTilesDq / 2;
         float acc_dq[kRowsDq][Config::kColumnTilesDq][4];
         clear(acc_dq);
-        gemm<Element, kBlockN / kKeyParts / 16, Config::kWarpColumnsDq, kFirst, Config::kWarpRowsDq>(
-            acc_dq, dq_ds, 0, dq_k, 0);
         const int column = dq_column + kFirst * Config::kWarpColumnsDq * 16;
+        // A lane's four values of a row and 16 columns lie side by side: see bwd_convert.cuh for the order.
+        const auto accum = [&] {
+          return p.dq_accum + (sequence.row_offset(p, head) + row) * kHeadDim + column + lane % 4 * 4;
+        };
         const auto each = [&](auto use) {
 #pragma unroll
           for (int r = 0; r < kRowsDq * 2; ++r)
@@ -247,6 +249,16 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
                   acc_dq[r / 2][2 * j][r % 2 * 2], acc_dq[r / 2][2 * j][r % 2 * 2 + 1],
                   acc_dq[r / 2][2 * j + 1][r % 2 * 2], acc_dq[r / 2][2 * j + 1][r % 2 * 2 + 1]);
         };
+        if (walk && n_block > keys.first) {  // what this same thread wrote a key block earlier
+          const float* gAccum = accum();
+          each([&](int r, int c, float& x0, float& x1, float& x2, float& x3) {
+            if (r >= rows) return;
+            const float4 x = *reinterpret_cast<const float4*>(gAccum + r * kHeadDim + c);
+            x0 = x.x, x1 = x.y, x2 = x.z, x3 = x.w;
+          });
+        }
+        gemm<Element, kBlockN / kKeyParts / 16, Config::kWarpColumnsDq, kFirst, Config::kWarpRowsDq>(
+            acc_dq, dq_ds, 0, dq_k, 0);
         if (direct) {
           auto* gDq = static_cast<Element*>(p.dq) + sequence.query_offset(p.dq_strides, head) +
                       row * p.dq_strides.row + column;
@@ -259,8 +271,13 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
           });
           return;
         }
-        // A lane's four values of a row and 16 columns lie side by side: see bwd_convert.cuh for the order.
-        float* gAccum = p.dq_accum + (sequence.row_offset(p, head) + row) * kHeadDim + column + lane % 4 * 4;
+        float* gAccum = accum();
+        if (walk) {
+          each([&](int r, int c, float x0, float x1, float x2, float x3) {
+            if (r < rows) *reinterpret_cast<float4*>(gAccum + r * kHeadDim + c) = make_float4(x0, x1, x2, x3);
+          });
+          return;
+        }
         const auto add = [&](int r, int c, float x0, float x1, float x2, float x3) {
           ptx::red_add_4(gAccum + r * kHeadDim + c, x0, x1, x2, x3);
         };
@@ -322,6 +339,24 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
       sV,
       static_cast<Element*>(p.dv) + sequence.key_offset(p.dv_strides, tile.bidh) + n_first * p.dv_strides.row,
       p.dv_strides.row, columns, chunks);
+}
+
+template <class Element, class Config>
+__global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
+    attention_bwd(__grid_constant__ const BwdParams p) {
+  constexpr int kBlockN = Config::kBlockN;
+  WorkTile tile;
+  const int n_blocks = walks<Config>(p.seqlen_q, p.seqlen_k) ? 1 : (p.seqlen_k + kBlockN - 1) / kBlockN;
+  if (!find_tile(tile, p, p.nheads_kv, n_blocks, false)) return;
+  const Sequence sequence(p, tile.bidb, false);
+  const Mask mask(sequence.seqlen_q, sequence.seqlen_k, p.window_left, p.window_right);
+  const bool walk = walks<Config>(sequence.seqlen_q, sequence.seqlen_k);
+  const int n_last = walk ? (sequence.seqlen_k + kBlockN - 1) / kBlockN : tile.block + 1;
+  for (int n_block = tile.block;;) {
+    backward_of_keys<Element, Config>(p, sequence, mask, tile, n_block, walk);
+    if (Config::kWalk == 0 || ++n_block >= n_last) break;
+    __syncthreads();  // every thread has read its part of dK and dV: the next K and V may overwrite them
+  }
 }
 
 }  // namespace fa2::sm80

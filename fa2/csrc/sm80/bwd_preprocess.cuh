@@ -9,13 +9,15 @@
 #include "../ptx/mma.cuh"
 #include "../tile/mask.cuh"
 #include "../tile/seqlen.cuh"
+#include "config.h"
 
 namespace fa2::sm80 {
 
 constexpr int kPreprocessThreads = 256, kPreprocessRows = kPreprocessThreads / 8;
 
-// Whether the backward writes this row's dq itself, because one key block sees all of its query block, and
-// needs no accumulator for it. `row` counts within the batch element.
+// Whether the backward writes this row's dq itself, because one key block, or one thread block that walks
+// over them, sees all of its query block. The accumulator is then not used, or not read before it is written.
+// `row` counts within the batch element.
 template <class Config>
 __device__ __forceinline__ bool dq_is_direct(const BwdParams& p, int row) {
   int seqlen_q = p.seqlen_q, seqlen_k = p.seqlen_k;
@@ -27,8 +29,9 @@ __device__ __forceinline__ bool dq_is_direct(const BwdParams& p, int row) {
     seqlen_k = p.cu_seqlens_k[bidb + 1] - p.cu_seqlens_k[bidb];
     row -= first;
   }
-  return Mask(seqlen_q, seqlen_k, p.window_left, p.window_right)
-      .has_one_key_block<Config::kBlockM, Config::kBlockN>(row / Config::kBlockM);
+  const BlockRange keys = Mask(seqlen_q, seqlen_k, p.window_left, p.window_right)
+                              .key_blocks<Config::kBlockM, Config::kBlockN>(row / Config::kBlockM);
+  return walks<Config>(seqlen_q, seqlen_k) ? keys.first < keys.last : keys.last - keys.first == 1;
 }
 
 // One thread block: kPreprocessRows rows of one head. grid = batch * nheads_q * ceil(rows / kPreprocessRows);

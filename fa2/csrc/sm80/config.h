@@ -72,6 +72,10 @@ struct BwdTile {
   static constexpr bool kHalves =
       kHeadDim <= 128 && kRowTilesDkv % 2 == 0 && kRowTilesDq % 2 == 0 && kOwn16s % 2 == 0;
 
+  // One thread block takes all key tiles of a sequence of at most kWalk queries and keys, one after the
+  // other: see BwdShortConfig.
+  static constexpr int kWalk = 0;
+
   // dK and dV leave through K's and V's space.
   static constexpr int kQ_bytes = kBlockM * kHeadDim * 2, kKV_bytes = kBlockN * kHeadDim * 2;
   static constexpr int kP_bytes = kBlockM * kBlockN * 2, kRow_bytes = kBlockM * 4;
@@ -108,8 +112,13 @@ struct BwdShortConfig {
 };
 template <>
 struct BwdShortConfig<128, 163> : BwdTile<128, 64, 64, 4, 1, 2, 2, 2> {  // 81 KB x 2
-  static constexpr int kBelow = 256;
+  static constexpr int kBelow = 256, kWalk = 512;
 };
+
+template <class Config>
+constexpr bool walks(int seqlen_q, int seqlen_k) {
+  return Config::kWalk > 0 && seqlen_q <= Config::kWalk && seqlen_k <= Config::kWalk;
+}
 
 // delta: bound by memory, so nothing but whole 128-byte lines per request matters. A row of kHeadDim 16-bit
 // numbers is read by kHeadDim / 8 lanes of 16 bytes; at headdim 64 that is one line.

@@ -28,11 +28,12 @@ cudaError_t launch_bwd_tiles(const BwdParams& p, cudaStream_t stream) {
   error = launch(bwd_preprocess<Element, Config>, heads * ceil_div(rows, kPreprocessRows), kPreprocessThreads,
                  0, stream, p, rows, p.dq_semaphore == nullptr ? 0 : turns * p.nheads_q);
   if (error == cudaSuccess && varlen)
-    error = launch(schedule_tiles<kBlockN, false>, 1, kScheduleThreads, 0, stream, p.cu_seqlens_k,
-                   p.cu_seqlens_q, p.total_k, p.batch, p.tiles);
+    error = launch(schedule_tiles<kBlockN, false, Config::kWalk>, 1, kScheduleThreads, 0, stream,
+                   p.cu_seqlens_k, p.cu_seqlens_q, p.total_k, p.batch, p.tiles);
   if (error != cudaSuccess) return error;
   const int64_t tiles =
-      varlen ? tile_capacity(p.total_k, p.batch, kBlockN) : p.batch * ceil_div(p.seqlen_k, kBlockN);
+      varlen ? tile_capacity(p.total_k, p.batch, kBlockN)
+             : p.batch * (walks<Config>(p.seqlen_q, p.seqlen_k) ? 1 : ceil_div(p.seqlen_k, kBlockN));
   error = launch(attention_bwd<Element, Config>, tiles * p.nheads_kv, Config::kThreads, Config::kShared_bytes,
                  stream, p);
   if (error != cudaSuccess) return error;

@@ -25,8 +25,9 @@ inline __host__ __device__ int work_class(unsigned work) {
 }
 
 // tiles[0] becomes the count; entry i, a pair (sequence, block), lies at tiles[2 + 2 * i].
-// side "own": the tokens that the tiles cut; "other": those that each tile loops over.
-template <int kBlock, bool kReversed>
+// side "own": the tokens that the tiles cut; "other": those that each tile loops over. A sequence with at
+// most kWalk tokens on either side gets one tile.
+template <int kBlock, bool kReversed, int kWalk = 0>
 __global__ void __launch_bounds__(kScheduleThreads)
     schedule_tiles(const int* cu_seqlens_own, const int* cu_seqlens_other, int total_own, int batch,
                    int* tiles) {
@@ -38,6 +39,7 @@ __global__ void __launch_bounds__(kScheduleThreads)
     const int begin = cu_seqlens_own[sequence];
     const int end = sequence == batch ? total_own : cu_seqlens_own[sequence + 1];
     work = sequence == batch ? 0 : max(0, cu_seqlens_other[sequence + 1] - cu_seqlens_other[sequence]);
+    if (kWalk > 0 && max(work, end - begin) <= kWalk) return end > begin ? 1 : 0;
     return max(0, end - begin + kBlock - 1) / kBlock;
   };
 
