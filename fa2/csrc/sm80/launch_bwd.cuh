@@ -48,7 +48,8 @@ cudaError_t launch_bwd(const BwdParams& p, cudaStream_t stream) {
   using Short = BwdShortConfig<kHeadDim, kGrantKB>;
   if constexpr (Short::kBelow > 0) {
     const int64_t keys = p.cu_seqlens_k != nullptr ? p.total_k : int64_t{p.seqlen_k} * p.batch;
-    if (p.dq_semaphore == nullptr && keys < int64_t{Short::kBelow} * p.batch)
+    const bool is_short = keys < int64_t{Short::kBelow} * p.batch;
+    if (is_short && int64_t{p.batch} * p.nheads_kv >= Short::kManyBlocks && p.dq_semaphore == nullptr)
       return launch_bwd_tiles<Element<kDType>, Short>(p, stream);
   }
   return launch_bwd_tiles<Element<kDType>, BwdConfig<kHeadDim, kGrantKB>>(p, stream);

@@ -42,8 +42,8 @@ struct Operand {
     return other;
   }
 
-  // The corner moved within its power of two of groups of 16 columns: to group g ^ `groups`. Not transposed
-  // only.
+  // The corner moved from the group of 16 columns g to g ^ `groups`: one xor, as the swizzle is. For tiles
+  // that are not transposed, and less than 64 columns.
   __device__ __forceinline__ Operand exchanged(int groups) const {
     Operand other = *this;
     other.lane_address = lane_address ^ (groups << 5);

@@ -48,13 +48,6 @@ struct Mask {
     return range;
   }
 
-  // Whether a single key block sees this query block: what it adds to dq is all of it.
-  template <int kBlockM, int kBlockN>
-  __host__ __device__ bool has_one_key_block(int m_block) const {
-    const BlockRange keys = key_blocks<kBlockM, kBlockN>(m_block);
-    return keys.last - keys.first == 1;
-  }
-
   // Query blocks of kBlockM that touch keys [j0, j0 + columns): the same relation, read the other way.
   // Rows past the end of the sequence need no mask: the backward reads them as zeros.
   template <int kBlockM, int kBlockN>
