@@ -259,6 +259,30 @@ def test_dense_varlen_and_a_sequence_alone_agree_bit_for_bit(headdim, size):
             assert (loose[2] - whole[2]).abs().max() <= 2 * torch.finfo(loose[2].dtype).eps * whole[2].abs().max()
 
 
+@pytest.mark.parametrize(
+    ("q_lengths", "k_lengths"),
+    [
+        ([32, 64, 65, 200, 252, 1], None),
+        ([512, 1, 0, 130, 3], None),  # as long as one thread block takes alone
+        ([700, 20, 0, 513, 3, 40, 1], None),  # longer ones beside short ones
+        ([40, 300, 700, 9], [500, 20, 10, 0]),
+    ],
+    ids=str,
+)
+@each_tile_size
+def test_short_sequences(q_lengths, k_lengths, size):
+    """Tiles for many sequences, short on average: right, and dk and dv bit for bit those of the other tiles."""
+    many, heads = (32, (16, 8)) if ON_GPU else (6, (2, 1))  # 32 sequences of 8 kv heads count as many
+    filler = [(5, 60, 33)[i % 3] for i in range(many - len(q_lengths))]
+    q_lengths, k_lengths = [*q_lengths, *filler], [*(k_lengths or q_lengths), *filler]
+    with tiles(size):
+        for mask in ({}, {"causal": True}, {"window": (70, 20)}):
+            p = varlen(q_lengths, k_lengths, heads=heads, headdim=128, tail=9, **mask)
+            loose, ordered = check(p), check(p, deterministic=True)
+            assert_same_bits([loose[i] for i in (0, 1, 3, 4)], [ordered[i] for i in (0, 1, 3, 4)], "not deterministic")
+        check(dense(many, 70, heads=heads, headdim=128, causal=True))
+
+
 def test_max_seqlen_plays_no_part():
     """9: too large and too small change no bit; FA2_CHECK=1 refuses the latter."""
     p = varlen([100, 300, 7], causal=True)

@@ -23,4 +23,10 @@ __device__ __forceinline__ float load_shared_float(uint32_t shared) {
   return value;
 }
 
+__device__ __forceinline__ float2 load_shared_float2(uint32_t shared) {
+  float2 value;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(value.x), "=f"(value.y) : "r"(shared) : "memory");
+  return value;
+}
+
 }  // namespace fa2::ptx

@@ -4,15 +4,20 @@
 //   load K, V
 //   for each query head of the group, for each m_block that sees these keys:
 //     wait for Q, dO, lse, delta[m_block]; start loading the next
-//     S = Q K^T;  dP = dO V^T
-//     P = exp2(S * scale_log2 - lse_log2);  dS = P * (dP - delta);  both to shared memory, rounded
-//     dV += P^T dO;  dK += dS^T Q
-//     dQ accumulator += dS K                fp32, global memory; in a fixed order when deterministic
+//     S^T = K Q^T;  dP^T = V dO^T       a warp: the keys of its dK and dV, its share of the queries
+//     P = exp2(S * scale_log2 - lse_log2);  dS = P * (dP - delta);  rounded, and to shared memory
+//     dV += P^T dO;  dK += dS^T Q       its own queries from registers, then the others' from shared memory
+//     dQ = dS K                         into dq, where no other key block sees these queries; else added to
+//                                       an fp32 accumulator, in a fixed order when deterministic
 //   dk = dK * scale, dv = dV
 //
+// S, P, dP, dS are transposed: an accumulator has the layout of an A operand, so a warp uses at once what it
+// made. Shared memory is the limit (it gives 80 of its 128 bytes a clock here): operands that stay in
+// registers are not read from it.
+//
 // Before it bwd_preprocess.cuh has made lse_log2, delta and a zeroed accumulator; after it bwd_convert.cuh
-// makes dq.
-// Shapes: Q, dO kBlockM x kHeadDim; K, V, dK, dV kBlockN x kHeadDim; S, P, dP, dS kBlockM x kBlockN.
+// makes the rest of dq.
+// Shapes: Q, dO kBlockM x kHeadDim; K, V, dK, dV kBlockN x kHeadDim; S^T, P^T, dP^T, dS^T kBlockN x kBlockM.
 // Read first: config.h.
 #pragma once
 #include <type_traits>
@@ -28,20 +33,18 @@
 
 namespace fa2::sm80 {
 
+// One key block: all of the above. `walk`: this thread block takes the sequence's key blocks one after the
+// other, in ascending order.
 template <class Element, class Config>
-__global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
-    attention_bwd(__grid_constant__ const BwdParams p) {
+__device__ __forceinline__ void backward_of_keys(const BwdParams& p, const Sequence& sequence,
+                                                 const Mask& mask, const WorkTile& tile, int n_block,
+                                                 bool walk) {
   constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN, kHeadDim = Config::kHeadDim;
   constexpr int kStages = Config::kStages, kThreads = Config::kThreads;
 
-  WorkTile tile;
-  if (!find_tile(tile, p, p.nheads_kv, (p.seqlen_k + kBlockN - 1) / kBlockN, false)) return;
-  const Sequence sequence(p, tile.bidb, false);
-  const Mask mask(sequence.seqlen_q, sequence.seqlen_k, p.window_left, p.window_right);
-  const BlockRange blocks = mask.query_blocks<kBlockM, kBlockN>(tile.block);
-
+  const BlockRange blocks = mask.query_blocks<kBlockM, kBlockN>(n_block);
   const int group = p.nheads_q / p.nheads_kv;
-  const int n_first = tile.block * kBlockN;
+  const int n_first = n_block * kBlockN;
   const int chunks = p.headdim / 8;
   const int first_query = mask.first_query();
   const int columns = sequence.seqlen_k - n_first;  // keys of this tile that exist, if fewer than kBlockN
@@ -55,24 +58,23 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
   TileCopy<kBlockM, kHeadDim, kThreads> const copy_q;
   TileCopy<kBlockN, kHeadDim, kThreads> const copy_kv;
 
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  // Corners of this warp's share of S and dP, of dK and dV (rows interleaved over the warps, so that 96 keys
-  // divide), and of dQ.
-  const int s_row = warp / Config::kWarpColumnsS * Config::kRowTilesS * 16;
-  const int s_column = warp % Config::kWarpColumnsS * 16;
-  const int dkv_row = warp / Config::kWarpColumnsDkv * 16;
-  const int dkv_column = warp % Config::kWarpColumnsDkv * 16;
-  const int dq_row = warp / Config::kWarpColumnsDq * Config::kRowTilesDq * 16;
+  const int lane = threadIdx.x % 32, warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
+  // Corners of this warp's share of dK and dV, whose rows of S and dP are its own too, and of dQ. Rows and
+  // columns are interleaved over the warps, so that a short block shortens every warp's work (and 96 keys
+  // divide).
+  constexpr int kSharers = Config::kWarpColumnsDkv;
+  const int dkv_row = warp / kSharers * 16, own_16s = warp % kSharers;
+  const int dq_row = warp / Config::kWarpColumnsDq * 16;
   const int dq_column = warp % Config::kWarpColumnsDq * 16;
 
-  const Operand<Role::kA, kHeadDim, false> s_q(sQ, s_row, 0);
-  const Operand<Role::kB, kHeadDim, false> s_k(sK, s_column, 0);
-  const Operand<Role::kA, kBlockN, true> dkv_p(sP, 0, dkv_row);
-  const Operand<Role::kB, kHeadDim, true> dkv_q(sQ, 0, dkv_column);
-  const Operand<Role::kA, kBlockN, false> dq_ds(sDs, dq_row, 0);
+  const Operand<Role::kA, kHeadDim, false> s_k(sK, dkv_row, 0);
+  const Operand<Role::kB, kHeadDim, false> s_q(sQ, own_16s * 16, 0);
+  const Operand<Role::kA, kBlockM, false> dkv_p(sP, dkv_row, own_16s * 16);
+  const Operand<Role::kB, kHeadDim, true> dkv_q(sQ, 0, own_16s * 16);
+  const Operand<Role::kA, kBlockM, true> dq_ds(sDs, 0, dq_row);
   const Operand<Role::kB, kHeadDim, true> dq_k(sK, 0, dq_column);
-  const auto s_do = s_q.shifted(Config::kDo - Config::kQ);
   const auto s_v = s_k.shifted(Config::kV - Config::kK);
+  const auto s_do = s_q.shifted(Config::kDo - Config::kQ);
   const auto dkv_ds = dkv_p.shifted(Config::kDs - Config::kP);
   const auto dkv_do = dkv_q.shifted(Config::kDo - Config::kQ);
 
@@ -147,87 +149,170 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
       if (steps > 1) load_next(stage ^ 1);
     }
 
-    {
-      float acc_s[Config::kRowTilesS][Config::kColumnTilesS][4];
-      float acc_dp[Config::kRowTilesS][Config::kColumnTilesS][4];
-      clear(acc_s);
-      clear(acc_dp);
-      gemm<Element, kHeadDim / 16, Config::kWarpColumnsS>(acc_s, s_q, q_offset, s_k, 0);
-      gemm<Element, kHeadDim / 16, Config::kWarpColumnsS>(acc_dp, s_do, q_offset, s_v, 0);
-      if (!blocks.is_full(m_block)) {
-        const int row = m_block * kBlockM + s_row + lane / 4, column = n_first + s_column + lane % 4 * 2;
-        mask.apply<Config::kWarpColumnsS>(acc_s, row, column, -INFINITY);
-        mask.apply<Config::kWarpColumnsS>(acc_dp, row, column, 0.f);  // a hidden NaN must not meet P = 0
+    // The step on the block's first kBlockM / kQueryParts queries and kBlockN / kKeyParts keys: the rest of
+    // it is past the sequence's end, or hidden.
+    const auto work = [&](auto query_parts, auto key_parts) {
+      constexpr int kQueryParts = decltype(query_parts)::value, kKeyParts = decltype(key_parts)::value;
+      constexpr int kRowsDkv = Config::kRowTilesDkv / kKeyParts, kRowsDq = Config::kRowTilesDq / kQueryParts;
+      constexpr int kOwn16s = Config::kOwn16s / kQueryParts;
+      constexpr int kPass16s = kOwn16s < Config::kPass16s ? kOwn16s : Config::kPass16s;
+      // In Q and dO, from one 16 queries of a warp's own to the next.
+      constexpr int kStride16_bytes = kSharers * 16 * kHeadDim * 2;
+#pragma unroll
+      for (int first = 0; first < kOwn16s; first += kPass16s) {
+        float acc_s[kRowsDkv][kPass16s * 2][4];
+        float acc_dp[kRowsDkv][kPass16s * 2][4];
+        clear(acc_s);
+        clear(acc_dp);
+        const uint32_t pass_offset = q_offset + first * kStride16_bytes;
+        gemm<Element, kHeadDim / 16, kSharers, 0, Config::kWarpRowsDkv>(acc_s, s_k, 0, s_q, pass_offset);
+        gemm<Element, kHeadDim / 16, kSharers, 0, Config::kWarpRowsDkv>(acc_dp, s_v, 0, s_do, pass_offset);
+        const int query =
+            (first * kSharers + own_16s) * 16 + lane % 4 * 2;  // this lane's first, in the block
+        if (!blocks.is_full(m_block)) {
+          const int row = n_first + dkv_row + lane / 4, column = m_block * kBlockM + query;
+          mask.apply_transposed<kSharers, Config::kWarpRowsDkv>(acc_s, row, column, -INFINITY);
+          // A hidden NaN must not meet P = 0.
+          mask.apply_transposed<kSharers, Config::kWarpRowsDkv>(acc_dp, row, column, 0.f);
+        }
+#pragma unroll
+        for (int j = 0; j < kPass16s * 2; ++j) {
+          const uint32_t place = (query + (j / 2) * kSharers * 16 + (j % 2) * 8) * 4 + row_offset;
+          const float2 lse_log2 = ptx::load_shared_float2(sLse + place);
+          const float2 delta = ptx::load_shared_float2(sDelta + place);
+#pragma unroll
+          for (int i = 0; i < kRowsDkv; ++i)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+              float& s = acc_s[i][j][e];
+              float& dp = acc_dp[i][j][e];
+              s = ptx::exp2_approx(fmaf(s, scale_log2, -(e % 2 ? lse_log2.y : lse_log2.x)));
+              dp = s * (dp - (e % 2 ? delta.y : delta.x));
+            }
+        }
+        uint32_t p_frag[kRowsDkv][kPass16s][4], ds_frag[kRowsDkv][kPass16s][4];
+        to_operand<Element>(p_frag, acc_s);
+        to_operand<Element>(ds_frag, acc_dp);
+        const int column = (first * kSharers + own_16s) * 16;
+        if constexpr (kSharers > 1)
+          store_shared<kBlockM, kSharers, Config::kWarpRowsDkv>(sP, dkv_row, column, p_frag);
+        store_shared<kBlockM, kSharers, Config::kWarpRowsDkv>(sDs, dkv_row, column, ds_frag);
+        const uint32_t own_offset = pass_offset + own_16s * 16 * kHeadDim * 2;
+        gemm<Element, kSharers, kSharers>(acc_dv, p_frag, dkv_do, own_offset);
+        gemm<Element, kSharers, kSharers>(acc_dk, ds_frag, dkv_q, own_offset);
       }
+      __syncthreads();  // all of P and dS is written, for dK, dV and dQ
 #pragma unroll
-      for (int r = 0; r < Config::kRowTilesS * 2; ++r) {
-        const uint32_t row = (s_row + r * 8 + lane / 4) * 4 + row_offset;
-        const float lse_log2 = ptx::load_shared_float(sLse + row);
-        const float delta = ptx::load_shared_float(sDelta + row);
-#pragma unroll
-        for (int j = 0; j < Config::kColumnTilesS; ++j)
-#pragma unroll
-          for (int e = 0; e < 2; ++e) {
-            float& s = acc_s[r / 2][j][r % 2 * 2 + e];
-            float& dp = acc_dp[r / 2][j][r % 2 * 2 + e];
-            s = ptx::exp2_approx(fmaf(s, scale_log2, -lse_log2));
-            dp = s * (dp - delta);
-          }
+      for (int other = 1; other < kSharers; ++other) {
+        const uint32_t offset = q_offset + (own_16s ^ other) * 16 * kHeadDim * 2;
+        gemm<Element, kOwn16s, kSharers, 0, Config::kWarpRowsDkv, kRowsDkv, kSharers>(
+            acc_dv, dkv_p.exchanged(other), 0, dkv_do, offset);
+        gemm<Element, kOwn16s, kSharers, 0, Config::kWarpRowsDkv, kRowsDkv, kSharers>(
+            acc_dk, dkv_ds.exchanged(other), 0, dkv_q, offset);
       }
-      store_shared<Element, kBlockN, Config::kWarpColumnsS>(sP, s_row, s_column, acc_s);
-      store_shared<Element, kBlockN, Config::kWarpColumnsS>(sDs, s_row, s_column, acc_dp);
-    }
-    __syncthreads();  // all of P and dS is written
+      if constexpr (kStages == 1) {
+        __syncthreads();  // every warp has finished with Q and dO
+        if (steps > 1) load_next(0);
+      }
 
-    gemm<Element, kBlockM / 16, Config::kWarpColumnsDkv, 0, Config::kWarpRowsDkv>(acc_dv, dkv_p, 0, dkv_do,
-                                                                                  q_offset);
-    gemm<Element, kBlockM / 16, Config::kWarpColumnsDkv, 0, Config::kWarpRowsDkv>(acc_dk, dkv_ds, 0, dkv_q,
-                                                                                  q_offset);
-    if constexpr (kStages == 1) {
-      __syncthreads();  // every warp has finished with Q and dO
-      if (steps > 1) load_next(0);
-    }
-
-    int* turn = nullptr;
-    if (p.dq_semaphore != nullptr) {
-      // Key blocks add to a query block in ascending order; each waits only for blocks handed out before it.
-      const int before = tile.block - mask.key_blocks<kBlockM, kBlockN>(m_block).first;
-      turn = p.dq_semaphore + (sequence.query_tile(p, tile.bidb, kBlockM) + m_block) * p.nheads_q + head;
-      if (threadIdx.x == 0)
-        while (ptx::load_acquire(turn) != before) __nanosleep(64);
-      __syncthreads();
-    }
-    const int row = m_block * kBlockM + dq_row + lane / 4;
-    const auto make_dq = [&](auto part) {
-      constexpr int kFirst = decltype(part)::value * Config::kColumnTilesDq / 2;
-      float acc_dq[Config::kRowTilesDq][Config::kColumnTilesDq][4];
-      clear(acc_dq);
-      gemm<Element, kBlockN / 16, Config::kWarpColumnsDq, kFirst>(acc_dq, dq_ds, 0, dq_k, 0);
-      // A lane's four values of a row and 16 columns lie side by side: see bwd_convert.cuh for the order.
-      const int column = dq_column + kFirst * Config::kWarpColumnsDq * 16;
-      float* gAccum = p.dq_accum + (sequence.row_offset(p, head) + row) * kHeadDim + column + lane % 4 * 4;
-      const auto add = [&](int r) {
+      // The key blocks that add to this query block's dq. The last one that a walk comes to writes dq, and so
+      // does one that is alone.
+      const BlockRange keys = mask.key_blocks<kBlockM, kBlockN>(m_block);
+      const bool direct = walk ? n_block == keys.last - 1 : keys.last - keys.first == 1;
+      int* turn = nullptr;
+      if (p.dq_semaphore != nullptr && !direct) {
+        // Key blocks add to a query block in ascending order; each waits only for blocks handed out before
+        // it.
+        const int before = n_block - keys.first;
+        turn = p.dq_semaphore + (sequence.query_tile(p, tile.bidb, kBlockM) + m_block) * p.nheads_q + head;
+        if (threadIdx.x == 0)
+          while (ptx::load_acquire(turn) != before) __nanosleep(64);
+        __syncthreads();
+      }
+      const int row = m_block * kBlockM + dq_row + lane / 4;
+      const int rows = sequence.seqlen_q - row;  // of the sequence, from this lane's first one on
+      const auto make_dq = [&](auto part) {
+        constexpr int kFirst = decltype(part)::value * Config::kColumnTilesDq / 2;
+        float acc_dq[kRowsDq][Config::kColumnTilesDq][4];
+        clear(acc_dq);
+        const int column = dq_column + kFirst * Config::kWarpColumnsDq * 16;
+        // A lane's four values of a row and 16 columns lie side by side: see bwd_convert.cuh for the order.
+        const auto accum = [&] {
+          return p.dq_accum + (sequence.row_offset(p, head) + row) * kHeadDim + column + lane % 4 * 4;
+        };
+        const auto each = [&](auto use) {
 #pragma unroll
-        for (int j = 0; j < Config::kColumnTilesDq / 2; ++j)
-          ptx::red_add_4(gAccum + r * 8 * kHeadDim + j * Config::kWarpColumnsDq * 16,
-                         acc_dq[r / 2][2 * j][r % 2 * 2], acc_dq[r / 2][2 * j][r % 2 * 2 + 1],
-                         acc_dq[r / 2][2 * j + 1][r % 2 * 2], acc_dq[r / 2][2 * j + 1][r % 2 * 2 + 1]);
+          for (int r = 0; r < kRowsDq * 2; ++r)
+#pragma unroll
+            for (int j = 0; j < Config::kColumnTilesDq / 2; ++j)
+              use(r / 2 * Config::kWarpRowsDq * 16 + r % 2 * 8, j * Config::kWarpColumnsDq * 16,
+                  acc_dq[r / 2][2 * j][r % 2 * 2], acc_dq[r / 2][2 * j][r % 2 * 2 + 1],
+                  acc_dq[r / 2][2 * j + 1][r % 2 * 2], acc_dq[r / 2][2 * j + 1][r % 2 * 2 + 1]);
+        };
+        if (walk && n_block > keys.first) {  // what this same thread wrote a key block earlier
+          const float* gAccum = accum();
+          each([&](int r, int c, float& x0, float& x1, float& x2, float& x3) {
+            if (r >= rows) return;
+            const float4 x = *reinterpret_cast<const float4*>(gAccum + r * kHeadDim + c);
+            x0 = x.x, x1 = x.y, x2 = x.z, x3 = x.w;
+          });
+        }
+        gemm<Element, kBlockN / kKeyParts / 16, Config::kWarpColumnsDq, kFirst, Config::kWarpRowsDq>(
+            acc_dq, dq_ds, 0, dq_k, 0);
+        if (direct) {
+          auto* gDq = static_cast<Element*>(p.dq) + sequence.query_offset(p.dq_strides, head) +
+                      row * p.dq_strides.row + column;
+          each([&](int r, int c, float x0, float x1, float x2, float x3) {
+            int place;
+            const uint2 values = gather_columns<Element>(place, x0 * p.softmax_scale, x1 * p.softmax_scale,
+                                                         x2 * p.softmax_scale, x3 * p.softmax_scale);
+            if (r < rows && column + c + place < p.headdim)
+              *reinterpret_cast<uint2*>(gDq + r * p.dq_strides.row + c + place) = values;
+          });
+          return;
+        }
+        float* gAccum = accum();
+        if (walk) {
+          each([&](int r, int c, float x0, float x1, float x2, float x3) {
+            if (r < rows) *reinterpret_cast<float4*>(gAccum + r * kHeadDim + c) = make_float4(x0, x1, x2, x3);
+          });
+          return;
+        }
+        const auto add = [&](int r, int c, float x0, float x1, float x2, float x3) {
+          ptx::red_add_4(gAccum + r * kHeadDim + c, x0, x1, x2, x3);
+        };
+        if ((m_block + 1) * kBlockM <= sequence.seqlen_q) {
+          each(add);
+        } else {  // the rows past the end are a neighbour's
+          each([&](int r, int c, float x0, float x1, float x2, float x3) {
+            if (r < rows) add(r, c, x0, x1, x2, x3);
+          });
+        }
       };
-      if ((m_block + 1) * kBlockM <= sequence.seqlen_q) {
-#pragma unroll
-        for (int r = 0; r < Config::kRowTilesDq * 2; ++r) add(r);
-      } else {  // the rows past the end are a neighbour's
-#pragma unroll
-        for (int r = 0; r < Config::kRowTilesDq * 2; ++r)
-          if (row + r * 8 < sequence.seqlen_q) add(r);
+      make_dq(std::integral_constant<int, 0>{});
+      if constexpr (Config::kDqParts > 1) make_dq(std::integral_constant<int, 1>{});
+      if (turn != nullptr) {
+        __threadfence();  // this thread's additions come before the turn moves on
+        __syncthreads();
+        if (threadIdx.x == 0) ptx::red_release_add(turn, 1);
       }
     };
-    make_dq(std::integral_constant<int, 0>{});
-    if constexpr (Config::kDqParts > 1) make_dq(std::integral_constant<int, 1>{});
-    if (turn != nullptr) {
-      __threadfence();  // this thread's additions come before the turn moves on
-      __syncthreads();
-      if (threadIdx.x == 0) ptx::red_release_add(turn, 1);
+    constexpr std::integral_constant<int, 1> kWhole{};
+    if constexpr (Config::kHalves) {
+      constexpr std::integral_constant<int, 2> kHalf{};
+      const int last_query = min((m_block + 1) * kBlockM, sequence.seqlen_q) - 1;
+      const bool half_queries = last_query < m_block * kBlockM + kBlockM / 2;
+      const bool half_keys = mask.key_end(last_query) <= n_first + kBlockN / 2;
+      if (!half_queries && !half_keys)
+        work(kWhole, kWhole);
+      else if (!half_queries)
+        work(kWhole, kHalf);
+      else if (!half_keys)
+        work(kHalf, kWhole);
+      else
+        work(kHalf, kHalf);
+    } else {
+      work(kWhole, kWhole);
     }
     head = next_head;
     m_block = next_m_block;
@@ -241,9 +326,9 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
 #pragma unroll
       for (int e = 0; e < 4; ++e) acc_dk[i][j][e] *= p.softmax_scale;
   __syncthreads();  // every warp has finished with K and V
-  store_shared<Element, kHeadDim, Config::kWarpColumnsDkv, Config::kWarpRowsDkv>(sK, dkv_row, dkv_column,
+  store_shared<Element, kHeadDim, Config::kWarpColumnsDkv, Config::kWarpRowsDkv>(sK, dkv_row, own_16s * 16,
                                                                                  acc_dk);
-  store_shared<Element, kHeadDim, Config::kWarpColumnsDkv, Config::kWarpRowsDkv>(sV, dkv_row, dkv_column,
+  store_shared<Element, kHeadDim, Config::kWarpColumnsDkv, Config::kWarpRowsDkv>(sV, dkv_row, own_16s * 16,
                                                                                  acc_dv);
   __syncthreads();  // dK and dV are complete in shared memory
   copy_kv.store(
@@ -254,6 +339,24 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
       sV,
       static_cast<Element*>(p.dv) + sequence.key_offset(p.dv_strides, tile.bidh) + n_first * p.dv_strides.row,
       p.dv_strides.row, columns, chunks);
+}
+
+template <class Element, class Config>
+__global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
+    attention_bwd(__grid_constant__ const BwdParams p) {
+  constexpr int kBlockN = Config::kBlockN;
+  WorkTile tile;
+  const int n_blocks = walks<Config>(p.seqlen_q, p.seqlen_k) ? 1 : (p.seqlen_k + kBlockN - 1) / kBlockN;
+  if (!find_tile(tile, p, p.nheads_kv, n_blocks, false)) return;
+  const Sequence sequence(p, tile.bidb, false);
+  const Mask mask(sequence.seqlen_q, sequence.seqlen_k, p.window_left, p.window_right);
+  const bool walk = walks<Config>(sequence.seqlen_q, sequence.seqlen_k);
+  const int n_last = walk ? (sequence.seqlen_k + kBlockN - 1) / kBlockN : tile.block + 1;
+  for (int n_block = tile.block;;) {
+    backward_of_keys<Element, Config>(p, sequence, mask, tile, n_block, walk);
+    if (Config::kWalk == 0 || ++n_block >= n_last) break;
+    __syncthreads();  // every thread has read its part of dK and dV: the next K and V may overwrite them
+  }
 }
 
 }  // namespace fa2::sm80

@@ -1,23 +1,46 @@
-// Before the backward: delta = rowsum(dout * out), lse in log2 units, and zeros in the dq accumulator
-// (and in the semaphores of the deterministic mode). Memory-bound: 8 lanes a row, 16 bytes a lane and
-// load, heads side by side as they lie in memory.
+// Before the backward: delta = rowsum(dout * out), lse in log2 units, and zeros in the dq accumulator where
+// it is used (and in the semaphores of the deterministic mode). Memory-bound: 8 lanes a row, 16 bytes a lane
+// and load, heads side by side as they lie in memory.
 #pragma once
 #include <cmath>
 #include <cstdint>
 
 #include "../params.h"
 #include "../ptx/mma.cuh"
+#include "../tile/mask.cuh"
+#include "../tile/seqlen.cuh"
+#include "config.h"
 
 namespace fa2::sm80 {
 
 constexpr int kPreprocessThreads = 256, kPreprocessRows = kPreprocessThreads / 8;
 
+// Whether the backward writes this row's dq itself, because one key block, or one thread block that walks
+// over them, sees all of its query block. The accumulator is then not used, or not read before it is written.
+// `row` counts within the batch element.
+template <class Config>
+__device__ __forceinline__ bool dq_is_direct(const BwdParams& p, int row) {
+  int seqlen_q = p.seqlen_q, seqlen_k = p.seqlen_k;
+  if (p.cu_seqlens_q != nullptr) {
+    const int bidb = sequence_of(p.cu_seqlens_q, p.batch, row);
+    if (bidb == p.batch) return false;
+    const int first = p.cu_seqlens_q[bidb];
+    seqlen_q = p.cu_seqlens_q[bidb + 1] - first;
+    seqlen_k = p.cu_seqlens_k[bidb + 1] - p.cu_seqlens_k[bidb];
+    row -= first;
+  }
+  const BlockRange keys = Mask(seqlen_q, seqlen_k, p.window_left, p.window_right)
+                              .key_blocks<Config::kBlockM, Config::kBlockN>(row / Config::kBlockM);
+  return walks<Config>(seqlen_q, seqlen_k) ? keys.first < keys.last : keys.last - keys.first == 1;
+}
+
 // One thread block: kPreprocessRows rows of one head. grid = batch * nheads_q * ceil(rows / kPreprocessRows);
 // varlen is one batch element of total_q rows, documents do not matter here. `rows` is lse_head's stride,
 // too.
-template <class Element, int kHeadDim>
+template <class Element, class Config>
 __global__ void __launch_bounds__(kPreprocessThreads)
     bwd_preprocess(__grid_constant__ const BwdParams p, int rows, int64_t semaphores) {
+  constexpr int kHeadDim = Config::kHeadDim;
   const unsigned blocks_per_head = (rows + kPreprocessRows - 1) / kPreprocessRows;
   const unsigned index = blockIdx.x / p.nheads_q;
   const int head = blockIdx.x % p.nheads_q, bidb = index / blocks_per_head;
@@ -43,9 +66,10 @@ __global__ void __launch_bounds__(kPreprocessThreads)
       a[i] = exists ? *reinterpret_cast<const uint4*>(out + (i * 8 + lane) * 8) : make_uint4(0, 0, 0, 0);
       b[i] = exists ? *reinterpret_cast<const uint4*>(dout + (i * 8 + lane) * 8) : make_uint4(0, 0, 0, 0);
     }
+    if (!dq_is_direct<Config>(p, row))
 #pragma unroll
-    for (int i = 0; i < kHeadDim / 32; ++i)
-      *reinterpret_cast<float4*>(accum + (i * 8 + lane) * 4) = make_float4(0.f, 0.f, 0.f, 0.f);
+      for (int i = 0; i < kHeadDim / 32; ++i)
+        *reinterpret_cast<float4*>(accum + (i * 8 + lane) * 4) = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll
     for (int i = 0; i < (kHeadDim + 63) / 64; ++i) {
       const uint32_t* x = reinterpret_cast<const uint32_t*>(&a[i]);

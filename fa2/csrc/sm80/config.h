@@ -40,37 +40,48 @@ template <> struct FwdConfig<192, 99> : FwdTile<192, 64, 64, 4, 1, 1> {};    // 
 template <> struct FwdConfig<256, 99> : FwdTile<256, 64, 64, 4, 1, 1> {};    // 96 KB
 // clang-format on
 
-// Backward: kWarps as kWarpRows x (kWarps / kWarpRows), for S and dP (rows are queries), for dK and dV
-// (keys), for dQ (queries). Square warp tiles read the least shared memory. dQ's columns are made in kDqParts
-// parts, one after the other, where all at once would not fit in the registers.
-template <int kHeadDim_, int kBlockM_, int kBlockN_, int kWarps_, int kStages_, int kWarpRowsS_,
-          int kWarpRowsDkv_, int kWarpRowsDq_, int kMinBlocks_, int kDqParts_ = 1>
+// Backward: kWarps as kWarpRows x (kWarps / kWarpRows), for dK and dV (rows are keys) and for dQ (queries).
+// Warps that have the same keys share the queries when they make S and dP. Square warp tiles read the least
+// shared memory. dQ's columns are made in kDqParts parts, one after the other, where all at once would not
+// fit in the registers.
+template <int kHeadDim_, int kBlockM_, int kBlockN_, int kWarps_, int kStages_, int kWarpRowsDkv_,
+          int kWarpRowsDq_, int kMinBlocks_, int kDqParts_ = 1>
 struct BwdTile {
   static constexpr int kHeadDim = kHeadDim_, kBlockM = kBlockM_, kBlockN = kBlockN_;
   static constexpr int kWarps = kWarps_, kStages = kStages_, kMinBlocks = kMinBlocks_;
   static constexpr int kThreads = kWarps * 32;
-  static constexpr int kWarpRowsS = kWarpRowsS_, kWarpColumnsS = kWarps / kWarpRowsS;
   static constexpr int kWarpRowsDkv = kWarpRowsDkv_, kWarpColumnsDkv = kWarps / kWarpRowsDkv;
   static constexpr int kWarpRowsDq = kWarpRowsDq_, kWarpColumnsDq = kWarps / kWarpRowsDq;
-  static constexpr int kRowTilesS = kBlockM / kWarpRowsS / 16, kColumnTilesS = kBlockN / kWarpColumnsS / 8;
   static constexpr int kRowTilesDkv = kBlockN / kWarpRowsDkv / 16,
                        kColumnTilesDkv = kHeadDim / kWarpColumnsDkv / 8;
   static constexpr int kRowTilesDq = kBlockM / kWarpRowsDq / 16, kDqParts = kDqParts_;
   static constexpr int kColumnTilesDq = kHeadDim / kWarpColumnsDq / 8 / kDqParts;
-  static_assert(kRowTilesS * kWarpRowsS * 16 == kBlockM && kColumnTilesS * kWarpColumnsS * 8 == kBlockN &&
-                    kRowTilesDkv * kWarpRowsDkv * 16 == kBlockN &&
+  // Groups of 16 queries that are a warp's own in S and dP, and how many of them it takes at a time: two, for
+  // S, dP, dK and dV fill the registers.
+  static constexpr int kOwn16s = kBlockM / kWarpColumnsDkv / 16, kPass16s = kOwn16s > 1 ? 2 : 1;
+  static_assert(kRowTilesDkv * kWarpRowsDkv * 16 == kBlockN &&
                     kColumnTilesDkv * kWarpColumnsDkv * 8 == kHeadDim &&
+                    kOwn16s * kWarpColumnsDkv * 16 == kBlockM && kOwn16s % kPass16s == 0 &&
                     kRowTilesDq * kWarpRowsDq * 16 == kBlockM &&
-                    kColumnTilesDq * kDqParts * kWarpColumnsDq * 8 == kHeadDim && kColumnTilesS % 2 == 0 &&
-                    kColumnTilesDkv % 2 == 0 && kColumnTilesDq % 2 == 0,
+                    kColumnTilesDq * kDqParts * kWarpColumnsDq * 8 == kHeadDim && kColumnTilesDkv % 2 == 0 &&
+                    kColumnTilesDq % 2 == 0,
                 "every product divides into 16x16 blocks over the warps");
+
+  // Blocks at a sequence's end or on the diagonal run with half of the queries, of the keys, or of both,
+  // where every warp has an even number of each.
+  static constexpr bool kHalves =
+      kHeadDim <= 128 && kRowTilesDkv % 2 == 0 && kRowTilesDq % 2 == 0 && kOwn16s % 2 == 0;
+
+  // One thread block takes all key tiles of a sequence of at most kWalk queries and keys, one after the
+  // other: see BwdShortConfig.
+  static constexpr int kWalk = 0;
 
   // dK and dV leave through K's and V's space.
   static constexpr int kQ_bytes = kBlockM * kHeadDim * 2, kKV_bytes = kBlockN * kHeadDim * 2;
   static constexpr int kP_bytes = kBlockM * kBlockN * 2, kRow_bytes = kBlockM * 4;
   static constexpr int kK = 0, kV = kK + kKV_bytes;
   static constexpr int kQ = kV + kKV_bytes, kDo = kQ + kStages * kQ_bytes;
-  static constexpr int kP = kDo + kStages * kQ_bytes, kDs = kP + kP_bytes;
+  static constexpr int kP = kDo + kStages * kQ_bytes, kDs = kP + (kWarpColumnsDkv > 1 ? kP_bytes : 0);
   static constexpr int kLse = kDs + kP_bytes, kDelta = kLse + kStages * kRow_bytes;
   static constexpr int kShared_bytes = kDelta + kStages * kRow_bytes;
 };
@@ -78,28 +89,36 @@ struct BwdTile {
 template <int kHeadDim, int kGrantKB>
 struct BwdConfig;
 // clang-format off
-template <> struct BwdConfig<64, 163> : BwdTile<64, 64, 64, 4, 2, 2, 2, 2, 3> {};        // 65 KB x 3; 5% over 128x128
-template <> struct BwdConfig<96, 163> : BwdTile<96, 64, 128, 8, 2, 2, 4, 4, 1> {};       // 129 KB
-template <> struct BwdConfig<128, 163> : BwdTile<128, 64, 128, 8, 2, 2, 4, 2, 1> {};     // 161 of 163 KB
-template <> struct BwdConfig<192, 227> : BwdTile<192, 64, 96, 8, 2, 4, 2, 2, 1> {};      // 193 KB; 15 to 17% over 64 keys
-template <> struct BwdConfig<192, 163> : BwdTile<192, 64, 64, 8, 2, 4, 2, 2, 1> {};      // 161 of 163 KB
-template <> struct BwdConfig<256, 227> : BwdTile<256, 128, 64, 8, 1, 4, 2, 4, 1, 2> {};  // 225 KB; 7 to 14% over 64x64, 2 stages
-template <> struct BwdConfig<256, 163> : BwdTile<256, 64, 64, 8, 1, 4, 2, 2, 1> {};      // 145 KB
-template <> struct BwdConfig<64, 99> : BwdTile<64, 64, 128, 8, 2, 2, 4, 4, 1> {};        // 97 KB
-template <> struct BwdConfig<96, 99> : BwdTile<96, 64, 64, 4, 2, 2, 2, 4, 1> {};         // 89 KB
-template <> struct BwdConfig<128, 99> : BwdTile<128, 64, 64, 8, 1, 2, 2, 2, 1> {};       // 81 KB
-template <> struct BwdConfig<192, 99> : BwdTile<192, 32, 64, 8, 1, 2, 4, 2, 1> {};       // 80 KB
-template <> struct BwdConfig<256, 99> : BwdTile<256, 32, 32, 4, 1, 2, 2, 2, 1> {};       // 68 KB
+template <> struct BwdConfig<64, 163> : BwdTile<64, 64, 128, 4, 2, 4, 2, 2> {};        // 81 KB x 2; 18 to 28% over 64x64 x 3
+template <> struct BwdConfig<96, 163> : BwdTile<96, 64, 128, 8, 2, 4, 4, 1> {};         // 129 KB
+template <> struct BwdConfig<128, 163> : BwdTile<128, 64, 128, 8, 2, 4, 2, 1> {};       // 161 of 163 KB
+template <> struct BwdConfig<192, 227> : BwdTile<192, 64, 96, 8, 2, 2, 2, 1> {};        // 193 KB; 15 to 17% over 64 keys
+template <> struct BwdConfig<192, 163> : BwdTile<192, 64, 64, 8, 2, 2, 2, 1> {};        // 161 of 163 KB
+template <> struct BwdConfig<256, 227> : BwdTile<256, 128, 64, 8, 1, 2, 4, 1, 2> {};    // 225 KB; 7 to 14% over 64x64, 2 stages
+template <> struct BwdConfig<256, 163> : BwdTile<256, 64, 64, 8, 1, 2, 2, 1> {};        // 145 KB
+template <> struct BwdConfig<64, 99> : BwdTile<64, 64, 128, 8, 2, 4, 4, 1> {};          // 97 KB
+template <> struct BwdConfig<96, 99> : BwdTile<96, 64, 64, 4, 2, 2, 4, 1> {};           // 89 KB
+template <> struct BwdConfig<128, 99> : BwdTile<128, 64, 64, 8, 1, 2, 2, 1> {};         // 81 KB
+template <> struct BwdConfig<192, 99> : BwdTile<192, 32, 64, 8, 1, 4, 2, 1> {};         // 80 KB
+template <> struct BwdConfig<256, 99> : BwdTile<256, 32, 32, 4, 1, 2, 2, 1> {};         // 68 KB
 // clang-format on
 
-// delta: bound by memory, so nothing but whole 128-byte lines per request matters. A row of kHeadDim 16-bit
-// numbers is read by kHeadDim / 8 lanes of 16 bytes; at headdim 64 that is one line.
-template <int kHeadDim>
-struct DeltaConfig {
-  static constexpr int kThreads = 256;
-  static constexpr int kLanes = kHeadDim / 8;
-  static constexpr int kRows = kThreads / kLanes;
-  static_assert(kLanes == 8 || kLanes == 16 || kLanes == 32, "a row must fill a power-of-two part of a warp");
+// Where the sequences have fewer than kBelow keys on average, tiles that leave less of themselves empty, and
+// two blocks of them a multiprocessor, so that one computes while the other loads or stores. dk and dv come
+// out bit for bit the same; dq does not, so a deterministic backward keeps the other tiles. Fewer than
+// kManyBlocks sequences times kv heads would leave multiprocessors idle while others walk.
+template <int kHeadDim, int kGrantKB>
+struct BwdShortConfig {
+  static constexpr int kBelow = 0;
 };
+template <>
+struct BwdShortConfig<128, 163> : BwdTile<128, 64, 64, 4, 1, 2, 2, 2> {  // 81 KB x 2; 9% over 64x128
+  static constexpr int kBelow = 256, kWalk = 512, kManyBlocks = 256;
+};
+
+template <class Config>
+constexpr bool walks(int seqlen_q, int seqlen_k) {
+  return Config::kWalk > 0 && seqlen_q <= Config::kWalk && seqlen_k <= Config::kWalk;
+}
 
 }  // namespace fa2::sm80

@@ -25,25 +25,33 @@ cudaError_t launch_bwd_tiles(const BwdParams& p, cudaStream_t stream) {
   const int64_t heads = static_cast<int64_t>(varlen ? 1 : p.batch) * p.nheads_q;
   const int64_t turns =
       varlen ? tile_capacity(p.total_q, p.batch, kBlockM) : p.batch * ceil_div(rows, kBlockM);
-  error = launch(bwd_preprocess<Element, kHeadDim>, heads * ceil_div(rows, kPreprocessRows),
-                 kPreprocessThreads, 0, stream, p, rows, p.dq_semaphore == nullptr ? 0 : turns * p.nheads_q);
+  error = launch(bwd_preprocess<Element, Config>, heads * ceil_div(rows, kPreprocessRows), kPreprocessThreads,
+                 0, stream, p, rows, p.dq_semaphore == nullptr ? 0 : turns * p.nheads_q);
   if (error == cudaSuccess && varlen)
-    error = launch(schedule_tiles<kBlockN, false, 80>, 1, kScheduleThreads, 0, stream, p.cu_seqlens_k,
-                   p.cu_seqlens_q, p.total_k, p.batch, p.tiles);
+    error = launch(schedule_tiles<kBlockN, false, 80, Config::kWalk>, 1, kScheduleThreads, 0, stream,
+                   p.cu_seqlens_k, p.cu_seqlens_q, p.total_k, p.batch, p.tiles);
   if (error != cudaSuccess) return error;
   const int64_t tiles =
-      varlen ? tile_capacity(p.total_k, p.batch, kBlockN) : p.batch * ceil_div(p.seqlen_k, kBlockN);
+      varlen ? tile_capacity(p.total_k, p.batch, kBlockN)
+             : p.batch * (walks<Config>(p.seqlen_q, p.seqlen_k) ? 1 : ceil_div(p.seqlen_k, kBlockN));
   error = launch(attention_bwd<Element, Config>, tiles * p.nheads_kv, Config::kThreads, Config::kShared_bytes,
                  stream, p);
   if (error != cudaSuccess) return error;
   const int64_t groups = static_cast<int64_t>(rows) * (kHeadDim / 16);
-  return launch(bwd_convert_dq<Element, kHeadDim>, heads * ceil_div(groups, kConvertGroups), kConvertThreads,
-                0, stream, p, rows);
+  return launch(bwd_convert_dq<Element, Config>, heads * ceil_div(groups, kConvertGroups), kConvertThreads, 0,
+                stream, p, rows);
 }
 
 template <DType kDType, int kHeadDim, int kGrantKB>
 cudaError_t launch_bwd(const BwdParams& p, cudaStream_t stream) {
   static_assert(BwdConfig<kHeadDim, kGrantKB>::kShared_bytes <= kGrantKB * 1024, "the tiles fit the grant");
+  using Short = BwdShortConfig<kHeadDim, kGrantKB>;
+  if constexpr (Short::kBelow > 0) {
+    const int64_t keys = p.cu_seqlens_k != nullptr ? p.total_k : int64_t{p.seqlen_k} * p.batch;
+    const bool is_short = keys < int64_t{Short::kBelow} * p.batch;
+    if (is_short && int64_t{p.batch} * p.nheads_kv >= Short::kManyBlocks && p.dq_semaphore == nullptr)
+      return launch_bwd_tiles<Element<kDType>, Short>(p, stream);
+  }
   return launch_bwd_tiles<Element<kDType>, BwdConfig<kHeadDim, kGrantKB>>(p, stream);
 }
 

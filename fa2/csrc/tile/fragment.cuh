@@ -42,6 +42,14 @@ struct Operand {
     return other;
   }
 
+  // The corner moved from the group of 16 columns g to g ^ `groups`: one xor, as the swizzle is. For tiles
+  // that are not transposed, and less than 64 columns.
+  __device__ __forceinline__ Operand exchanged(int groups) const {
+    Operand other = *this;
+    other.lane_address = lane_address ^ (groups << 5);
+    return other;
+  }
+
   // The 16x16 block at (outer, k) from the corner; compile-time constants after unrolling.
   __device__ __forceinline__ void load(uint32_t (&r)[4], int outer, int k, uint32_t stage_offset = 0) const {
     const uint32_t address = lane_address + stage_offset;
@@ -53,23 +61,26 @@ struct Operand {
   }
 };
 
-// acc += A * B^T over kSteps * 16 of K, both from shared memory. B's groups of 16 are kInterleave groups
-// apart, the first is number kFirst; A's groups are kRowInterleave apart.
-template <class Element, int kSteps, int kInterleave, int kFirst = 0, int kRowInterleave = 1, int kRowTiles,
-          int kColumnTiles, class A, class B>
+// acc += A * B^T over kSteps groups of 16 of K, kStepStride apart, both from shared memory. B's groups of 16
+// are kInterleave groups apart, the first is number kFirst; A's groups are kRowInterleave apart, and
+// kUsedRows of them are taken (0: as many as acc has).
+template <class Element, int kSteps, int kInterleave, int kFirst = 0, int kRowInterleave = 1,
+          int kUsedRows = 0, int kStepStride = 1, int kRowTiles, int kColumnTiles, class A, class B>
 __device__ __forceinline__ void gemm(float (&acc)[kRowTiles][kColumnTiles][4], const A& a, uint32_t a_offset,
                                      const B& b, uint32_t b_offset) {
+  constexpr int kRows = kUsedRows == 0 ? kRowTiles : kUsedRows;
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
-    uint32_t a_frag[kRowTiles][4];
+    const int k = step * kStepStride * 16;
+    uint32_t a_frag[kRows][4];
 #pragma unroll
-    for (int i = 0; i < kRowTiles; ++i) a.load(a_frag[i], i * kRowInterleave * 16, step * 16, a_offset);
+    for (int i = 0; i < kRows; ++i) a.load(a_frag[i], i * kRowInterleave * 16, k, a_offset);
 #pragma unroll
     for (int j = 0; j < kColumnTiles / 2; ++j) {
       uint32_t b_frag[4];
-      b.load(b_frag, (kFirst + j) * kInterleave * 16, step * 16, b_offset);
+      b.load(b_frag, (kFirst + j) * kInterleave * 16, k, b_offset);
 #pragma unroll
-      for (int i = 0; i < kRowTiles; ++i) {
+      for (int i = 0; i < kRows; ++i) {
         ptx::mma_m16n8k16<Element>(acc[i][2 * j], a_frag[i], b_frag[0], b_frag[1]);
         ptx::mma_m16n8k16<Element>(acc[i][2 * j + 1], a_frag[i], b_frag[2], b_frag[3]);
       }
@@ -78,19 +89,20 @@ __device__ __forceinline__ void gemm(float (&acc)[kRowTiles][kColumnTiles][4], c
 }
 
 // The same with A in registers: the packed accumulator of an earlier product, whose layout is A's operand
-// layout.
-template <class Element, int kSteps, int kRowTiles, int kColumnTiles, class B>
+// layout. acc may have more rows than A.
+template <class Element, int kInterleave = 1, int kStepStride = 1, int kSteps, int kUsedRows, int kRowTiles,
+          int kColumnTiles, class B>
 __device__ __forceinline__ void gemm(float (&acc)[kRowTiles][kColumnTiles][4],
-                                     const uint32_t (&a_frag)[kRowTiles][kSteps][4], const B& b,
+                                     const uint32_t (&a_frag)[kUsedRows][kSteps][4], const B& b,
                                      uint32_t b_offset) {
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
 #pragma unroll
     for (int j = 0; j < kColumnTiles / 2; ++j) {
       uint32_t b_frag[4];
-      b.load(b_frag, j * 16, step * 16, b_offset);
+      b.load(b_frag, j * kInterleave * 16, step * kStepStride * 16, b_offset);
 #pragma unroll
-      for (int i = 0; i < kRowTiles; ++i) {
+      for (int i = 0; i < kUsedRows; ++i) {
         ptx::mma_m16n8k16<Element>(acc[i][2 * j], a_frag[i][step], b_frag[0], b_frag[1]);
         ptx::mma_m16n8k16<Element>(acc[i][2 * j + 1], a_frag[i][step], b_frag[2], b_frag[3]);
       }
@@ -140,6 +152,35 @@ __device__ __forceinline__ void store_shared(uint32_t tile_base, int row, int co
         const uint32_t address = Tile::advance(lane_address, i * kRowInterleave * 16 + half * 8, chunks);
         ptx::store_shared_4(address, ptx::pack<Element>(acc[i][j][2 * half], acc[i][j][2 * half + 1]));
       }
+}
+
+// The same from an accumulator that to_operand has rounded already.
+template <int kColumns, int kInterleave, int kRowInterleave, int kRowTiles, int kSteps>
+__device__ __forceinline__ void store_shared(uint32_t tile_base, int row, int column,
+                                             const uint32_t (&a_frag)[kRowTiles][kSteps][4]) {
+  using Tile = Swizzle<kColumns>;
+  const int lane = threadIdx.x % 32;
+  const uint32_t lane_address = tile_base + Tile::offset(row + lane / 4, column / 8) + (lane % 4) * 4;
+#pragma unroll
+  for (int i = 0; i < kRowTiles; ++i)
+#pragma unroll
+    for (int j = 0; j < kSteps * 2; ++j)
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        ptx::store_shared_4(Tile::advance(lane_address, i * kRowInterleave * 16 + half * 8,
+                                          (j / 2) * kInterleave * 2 + j % 2),
+                            a_frag[i][j / 2][(j % 2) * 2 + half]);
+}
+
+// One row's 16 columns, as the four lanes of a quad hold them in two accumulator tiles (2t, 2t + 1 and 8 +
+// 2t, 9 + 2t), rounded: every lane gets four columns that lie side by side, from `column` on.
+template <class Element>
+__device__ __forceinline__ uint2 gather_columns(int& column, float x0, float x1, float x2, float x3) {
+  const int t = threadIdx.x % 4;
+  const uint32_t low = ptx::pack<Element>(x0, x1), high = ptx::pack<Element>(x2, x3);
+  const uint32_t other = __shfl_xor_sync(0xffffffffu, t % 2 ? low : high, 1);
+  column = t % 2 ? t * 2 + 6 : t * 2;
+  return t % 2 ? make_uint2(other, high) : make_uint2(low, other);
 }
 
 }  // namespace fa2

@@ -89,6 +89,27 @@ struct Mask {
           }
       }
   }
+
+  // The same for scores whose rows are keys and whose columns are queries.
+  template <int kInterleave, int kRowInterleave, int kRowTiles, int kColumnTiles>
+  __device__ __forceinline__ void apply_transposed(float (&acc)[kRowTiles][kColumnTiles][4], int row,
+                                                   int column, float hidden) const {
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int key = row + i * kRowInterleave * 16 + half * 8;
+        const int begin = key - diagonal - right;  // queries [begin, begin + count) see this key
+        const unsigned count = key < seqlen_k ? left + right + 1 : 0;
+#pragma unroll
+        for (int j = 0; j < kColumnTiles; ++j)
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            const int query = column + (j / 2) * kInterleave * 16 + (j % 2) * 8 + e;
+            if (static_cast<unsigned>(query - begin) >= count) acc[i][j][half * 2 + e] = hidden;
+          }
+      }
+  }
 };
 
 }  // namespace fa2

@@ -27,10 +27,11 @@ inline __host__ __device__ int work_class(unsigned work) {
 
 // tiles[0] becomes the count, tiles[1] 0 (persistent kernels count there what was handed out), tiles[2] the
 // length of the longest "other" sequence; entry i, a pair (sequence, block), lies at tiles[4 + 2 * i]. side
-// "own": the tokens that the tiles cut; "other": those that each tile loops over.
+// "own": the tokens that the tiles cut; "other": those that each tile loops over. A sequence with at most
+// kWalk tokens on either side gets one tile.
 // kSm: the family that launches it. From 90 on the kernel behind it may start early. (Two families must not
 // share a function: each is compiled for other architectures, and the linker keeps one.)
-template <int kBlock, bool kReversed, int kSm>
+template <int kBlock, bool kReversed, int kSm, int kWalk = 0>
 __global__ void __launch_bounds__(kScheduleThreads)
     schedule_tiles(const int* cu_seqlens_own, const int* cu_seqlens_other, int total_own, int batch,
                    int* tiles) {
@@ -43,6 +44,7 @@ __global__ void __launch_bounds__(kScheduleThreads)
     const int begin = cu_seqlens_own[sequence];
     const int end = sequence == batch ? total_own : cu_seqlens_own[sequence + 1];
     work = sequence == batch ? 0 : max(0, cu_seqlens_other[sequence + 1] - cu_seqlens_other[sequence]);
+    if (kWalk > 0 && max(work, end - begin) <= kWalk) return end > begin ? 1 : 0;
     return max(0, end - begin + kBlock - 1) / kBlock;
   };
 

@@ -52,4 +52,18 @@ struct Sequence {
   }
 };
 
+// The sequence that a token belongs to; batch for those at or past cu_seqlens[batch]. For kernels that go by
+// rows.
+__device__ __forceinline__ int sequence_of(const int32_t* cu_seqlens, int batch, int token) {
+  int first = 0, last = batch;  // the answer lies in [first, last]
+  while (first < last) {
+    const int middle = (first + last) / 2;
+    if (cu_seqlens[middle + 1] > token)
+      last = middle;
+    else
+      first = middle + 1;
+  }
+  return first;
+}
+
 }  // namespace fa2
