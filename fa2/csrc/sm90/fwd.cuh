@@ -448,6 +448,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1) attention_fwd(__grid_cons
     }
   }
   ptx::wgmma_wait<0>();
+  if (leader) ptx::tma_store_wait_read();  // shared memory must outlive the last store
 }
 
 }  // namespace fa2::sm90
