@@ -81,9 +81,8 @@ const Kernel& kernel_for(Op op, DType dtype, int headdim, int device) {
   STD_TORCH_CHECK(error == cudaSuccess, "fa2: ", describe(error, sm));
   const char* family = std::getenv("FA2_ARCH");  // read each time: tests and comparisons change it
   if (family != nullptr && *family == '\0') family = nullptr;
-  STD_TORCH_CHECK(
-      family == nullptr || std::strcmp(family, "sm80") == 0 || std::strcmp(family, "sm90") == 0,
-      "fa2: FA2_ARCH must be sm80 or sm90, got ", family);
+  STD_TORCH_CHECK(family == nullptr || std::strcmp(family, "sm80") == 0 || std::strcmp(family, "sm90") == 0,
+                  "fa2: FA2_ARCH must be sm80 or sm90, got ", family);
   const Kernel* kernel = find_kernel(op, dtype, headdim, sm, shared_bytes, family);
   STD_TORCH_CHECK(kernel != nullptr, "fa2: ", no_kernel_message(op, dtype, headdim, sm, family));
   return *kernel;
@@ -252,11 +251,13 @@ std::tuple<Tensor, Tensor> run_fwd(Tensor q, Tensor k, Tensor v, const Lengths* 
   const torch::stable::accelerator::DeviceGuard guard(device);
   const Kernel& kernel = kernel_for(Op::kFwd, dtype, p.headdim, device);
   Tensor out = empty_as(q);
-  // The list of tiles (dense: its head alone) lies behind lse, in the same allocation: T / 4 bytes more, and 1 µs less.
+  // The list of tiles (dense: its head alone) lies behind lse, in the same allocation: T / 4 bytes more, and
+  // 1 µs less.
   const std::vector<int64_t> rows = lse_shape(q);
   Scratch scratch;
   scratch.take(q.numel() / p.headdim * 4);
-  const int64_t tiles = scratch.take((lengths != nullptr ? tile_list_size(p.total_q, p.batch) : kTileListHead) * 4);
+  const int64_t tiles =
+      scratch.take((lengths != nullptr ? tile_list_size(p.total_q, p.batch) : kTileListHead) * 4);
   const Tensor buffer = scratch.beside(q);
   Tensor lse = view(buffer, rows, Layout(rows).strides, 0);
   if (lse.numel() == 0) return {out, lse};
