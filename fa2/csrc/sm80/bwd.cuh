@@ -202,6 +202,43 @@ __device__ __forceinline__ void backward_of_keys(const BwdParams& p, const Seque
         gemm<Element, kSharers, kSharers>(acc_dk, ds_frag, dkv_q, own_offset);
       }
       __syncthreads();  // all of P and dS is written, for dK, dV and dQ
+
+      // The key blocks that add to this query block's dq. The last one that a walk comes to writes dq, and so
+      // does one that is alone.
+      const BlockRange keys = mask.key_blocks<kBlockM, kBlockN>(m_block);
+      const bool direct = walk ? n_block == keys.last - 1 : keys.last - keys.first == 1;
+      const int row = m_block * kBlockM + dq_row + lane / 4;
+      const int rows = sequence.seqlen_q - row;  // of the sequence, from this lane's first one on
+      float acc_dq[kRowsDq][Config::kColumnTilesDq][4];
+      const auto column_of = [&](auto part) {
+        return dq_column + decltype(part)::value * Config::kColumnTilesDq / 2 * Config::kWarpColumnsDq * 16;
+      };
+      // A lane's four values of a row and 16 columns lie side by side: see bwd_convert.cuh for the order.
+      const auto accum = [&](auto part) {
+        return p.dq_accum + (sequence.row_offset(p, head) + row) * kHeadDim + column_of(part) + lane % 4 * 4;
+      };
+      const auto each = [&](auto use) {
+#pragma unroll
+        for (int r = 0; r < kRowsDq * 2; ++r)
+#pragma unroll
+          for (int j = 0; j < Config::kColumnTilesDq / 2; ++j)
+            use(r / 2 * Config::kWarpRowsDq * 16 + r % 2 * 8, j * Config::kWarpColumnsDq * 16,
+                acc_dq[r / 2][2 * j][r % 2 * 2], acc_dq[r / 2][2 * j][r % 2 * 2 + 1],
+                acc_dq[r / 2][2 * j + 1][r % 2 * 2], acc_dq[r / 2][2 * j + 1][r % 2 * 2 + 1]);
+      };
+      const auto start_dq = [&](auto part) {
+        clear(acc_dq);
+        if (walk && n_block > keys.first) {  // what this same thread wrote a key block earlier
+          const float* gAccum = accum(part);
+          each([&](int r, int c, float& x0, float& x1, float& x2, float& x3) {
+            if (r >= rows) return;
+            const float4 x = *reinterpret_cast<const float4*>(gAccum + r * kHeadDim + c);
+            x0 = x.x, x1 = x.y, x2 = x.z, x3 = x.w;
+          });
+        }
+      };
+      constexpr std::integral_constant<int, 0> kPart0{};
+      if constexpr (Config::kWalk > 0) start_dq(kPart0);  // in flight while dK and dV are made
 #pragma unroll
       for (int other = 1; other < kSharers; ++other) {
         const uint32_t offset = q_offset + (own_16s ^ other) * 16 * kHeadDim * 2;
@@ -215,10 +252,6 @@ __device__ __forceinline__ void backward_of_keys(const BwdParams& p, const Seque
         if (steps > 1) load_next(0);
       }
 
-      // The key blocks that add to this query block's dq. The last one that a walk comes to writes dq, and so
-      // does one that is alone.
-      const BlockRange keys = mask.key_blocks<kBlockM, kBlockN>(m_block);
-      const bool direct = walk ? n_block == keys.last - 1 : keys.last - keys.first == 1;
       int* turn = nullptr;
       if (p.dq_semaphore != nullptr && !direct) {
         // Key blocks add to a query block in ascending order; each waits only for blocks handed out before
@@ -229,49 +262,23 @@ __device__ __forceinline__ void backward_of_keys(const BwdParams& p, const Seque
           while (ptx::load_acquire(turn) != before) __nanosleep(64);
         __syncthreads();
       }
-      const int row = m_block * kBlockM + dq_row + lane / 4;
-      const int rows = sequence.seqlen_q - row;  // of the sequence, from this lane's first one on
-      const auto make_dq = [&](auto part) {
+      const auto finish_dq = [&](auto part) {
         constexpr int kFirst = decltype(part)::value * Config::kColumnTilesDq / 2;
-        float acc_dq[kRowsDq][Config::kColumnTilesDq][4];
-        clear(acc_dq);
-        const int column = dq_column + kFirst * Config::kWarpColumnsDq * 16;
-        // A lane's four values of a row and 16 columns lie side by side: see bwd_convert.cuh for the order.
-        const auto accum = [&] {
-          return p.dq_accum + (sequence.row_offset(p, head) + row) * kHeadDim + column + lane % 4 * 4;
-        };
-        const auto each = [&](auto use) {
-#pragma unroll
-          for (int r = 0; r < kRowsDq * 2; ++r)
-#pragma unroll
-            for (int j = 0; j < Config::kColumnTilesDq / 2; ++j)
-              use(r / 2 * Config::kWarpRowsDq * 16 + r % 2 * 8, j * Config::kWarpColumnsDq * 16,
-                  acc_dq[r / 2][2 * j][r % 2 * 2], acc_dq[r / 2][2 * j][r % 2 * 2 + 1],
-                  acc_dq[r / 2][2 * j + 1][r % 2 * 2], acc_dq[r / 2][2 * j + 1][r % 2 * 2 + 1]);
-        };
-        if (walk && n_block > keys.first) {  // what this same thread wrote a key block earlier
-          const float* gAccum = accum();
-          each([&](int r, int c, float& x0, float& x1, float& x2, float& x3) {
-            if (r >= rows) return;
-            const float4 x = *reinterpret_cast<const float4*>(gAccum + r * kHeadDim + c);
-            x0 = x.x, x1 = x.y, x2 = x.z, x3 = x.w;
-          });
-        }
         gemm<Element, kBlockN / kKeyParts / 16, Config::kWarpColumnsDq, kFirst, Config::kWarpRowsDq>(
             acc_dq, dq_ds, 0, dq_k, 0);
         if (direct) {
           auto* gDq = static_cast<Element*>(p.dq) + sequence.query_offset(p.dq_strides, head) +
-                      row * p.dq_strides.row + column;
+                      row * p.dq_strides.row + column_of(part);
           each([&](int r, int c, float x0, float x1, float x2, float x3) {
             int place;
             const uint2 values = gather_columns<Element>(place, x0 * p.softmax_scale, x1 * p.softmax_scale,
                                                          x2 * p.softmax_scale, x3 * p.softmax_scale);
-            if (r < rows && column + c + place < p.headdim)
+            if (r < rows && column_of(part) + c + place < p.headdim)
               *reinterpret_cast<uint2*>(gDq + r * p.dq_strides.row + c + place) = values;
           });
           return;
         }
-        float* gAccum = accum();
+        float* gAccum = accum(part);
         if (walk) {
           each([&](int r, int c, float x0, float x1, float x2, float x3) {
             if (r < rows) *reinterpret_cast<float4*>(gAccum + r * kHeadDim + c) = make_float4(x0, x1, x2, x3);
@@ -289,8 +296,13 @@ __device__ __forceinline__ void backward_of_keys(const BwdParams& p, const Seque
           });
         }
       };
-      make_dq(std::integral_constant<int, 0>{});
-      if constexpr (Config::kDqParts > 1) make_dq(std::integral_constant<int, 1>{});
+      if constexpr (Config::kWalk == 0) start_dq(kPart0);
+      finish_dq(kPart0);
+      if constexpr (Config::kDqParts > 1) {
+        constexpr std::integral_constant<int, 1> kPart1{};
+        start_dq(kPart1);
+        finish_dq(kPart1);
+      }
       if (turn != nullptr) {
         __threadfence();  // this thread's additions come before the turn moves on
         __syncthreads();

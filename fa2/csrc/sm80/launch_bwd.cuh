@@ -38,8 +38,11 @@ cudaError_t launch_bwd_tiles(const BwdParams& p, cudaStream_t stream) {
                  stream, p);
   if (error != cudaSuccess) return error;
   const int64_t groups = static_cast<int64_t>(rows) * (kHeadDim / 16);
-  return launch(bwd_convert_dq<Element, Config>, heads * ceil_div(groups, kConvertGroups), kConvertThreads, 0,
-                stream, p, rows);
+  const int64_t chunks = ceil_div(groups, kConvertGroups) * (varlen ? 1 : p.batch);
+  const bool many = chunks * p.nheads_q >= kConvertManyBlocks;
+  const int head_slots = many ? static_cast<int>(ceil_div(p.nheads_q, kConvertHeads)) : p.nheads_q;
+  return launch(bwd_convert_dq<Element, Config>, chunks * head_slots, kConvertThreads, 0, stream, p, rows,
+                head_slots);
 }
 
 template <DType kDType, int kHeadDim, int kGrantKB>
