@@ -77,7 +77,7 @@ def without_wgmma(library: Path, say: Callable[[str], None] = print) -> list[str
     except BuildError as error:
         say(f"the code of sm_90a is not looked at: {error}")
         return []
-    kernels = {name: count for name, count in counts.items() if "attention" in name}
+    kernels = {name: count for name, count in counts.items() if "sm90" in name and "attention" in name}
     say(f"HGMMA in {sum(map(bool, kernels.values()))} of {len(kernels)} sm_90a attention kernels")
     return [f"{name} has no HGMMA on sm_90a" for name, count in kernels.items() if not count]
 

@@ -422,7 +422,7 @@ def test_a_compile_error_carries_the_compilers_words(sources, tmp_path):
 
 
 SASS = """
-\t\tFunction : first_attention
+\t\tFunction : sm90_attention
         /*0000*/                   HGMMA.64x128x16.F32.BF16 R24, gdesc[UR4], RZ, !UPT ;
         /*0010*/                   HGMMA.64x128x16.F32.BF16 R24, gdesc[UR8], R24 ;
 \t\tFunction : second
@@ -431,7 +431,7 @@ SASS = """
 
 
 def test_instructions_are_counted():
-    assert nvcc.count_instruction(SASS, "HGMMA") == {"first_attention": 2, "second": 0}
+    assert nvcc.count_instruction(SASS, "HGMMA") == {"sm90_attention": 2, "second": 0}
 
 
 def test_a_hopper_kernel_without_wgmma_is_a_problem(monkeypatch):
@@ -439,7 +439,7 @@ def test_a_hopper_kernel_without_wgmma_is_a_problem(monkeypatch):
     monkeypatch.setattr(build, "disassemble", lambda library, architecture: SASS)
     assert build.without_wgmma(Path("x"), said.append) == []
     monkeypatch.setattr(build, "disassemble", lambda library, architecture: SASS.replace("HGMMA.64", "HMMA.64"))
-    assert build.without_wgmma(Path("x"), said.append) == ["first_attention has no HGMMA on sm_90a"]
+    assert build.without_wgmma(Path("x"), said.append) == ["sm90_attention has no HGMMA on sm_90a"]
     assert said == [f"HGMMA in {n} of 1 sm_90a attention kernels" for n in (1, 0)]
 
 
