@@ -23,8 +23,7 @@
 #include "params.h"
 
 // CPU builds of torch lack this symbol: weak, so that the library loads there. The link line names
-// libtorch_cpu with
-// --no-as-needed, otherwise the symbol would stay null on a CUDA build too.
+// libtorch_cpu with --no-as-needed, otherwise the symbol would stay null on a CUDA build too.
 extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index,
                                                                                    void** ret_stream);
 
@@ -50,6 +49,12 @@ DType kernel_dtype(const char* argument, const Tensor& x) {
 int as_int(const char* argument, int64_t value) {
   STD_TORCH_CHECK(value <= std::numeric_limits<int>::max(), "fa2: ", argument,
                   " must be less than 2^31, got ", value);
+  return static_cast<int>(value);
+}
+
+// Three lengths and bounds of a mask must fit an int together (tile/mask.cuh).
+int as_length(const char* argument, int64_t value) {
+  STD_TORCH_CHECK(value < (int64_t{1} << 29), "fa2: ", argument, " must be less than 2^29, got ", value);
   return static_cast<int>(value);
 }
 
@@ -93,6 +98,7 @@ void launch(const Kernel& kernel, int device, const void* params) {
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
   const cudaError_t error = kernel.launch(params, static_cast<cudaStream_t>(stream));
   if (error == cudaSuccess) return;
+  cudaGetLastError();  // thrown here, it must not surface in the next call
   int sm = 0;
   compute_capability(device, &sm);
   STD_TORCH_CHECK(false, "fa2: ", describe(error, sm));
@@ -152,13 +158,13 @@ void fill(Problem& p, const Tensor& q, const Tensor& k, const Tensor& v, const L
                   "fa2: softmax_scale must be a finite number greater than 0, got ", softmax_scale);
   p.softmax_scale = static_cast<float>(softmax_scale);
   constexpr int64_t kUnbounded = std::numeric_limits<int>::max();
-  p.window_left = static_cast<int>(std::min(window_left, kUnbounded));
-  p.window_right = static_cast<int>(std::min(window_right, kUnbounded));
+  p.window_left = static_cast<int>(std::clamp(window_left, int64_t{-1}, kUnbounded));
+  p.window_right = static_cast<int>(std::clamp(window_right, int64_t{-1}, kUnbounded));
   const int64_t rows = q.size(dims - 3);
   if (lengths == nullptr) {
     p.batch = as_int("batch", q.size(0));
-    p.seqlen_q = as_int("seqlen_q", rows);
-    p.seqlen_k = as_int("seqlen_k", k.size(1));
+    p.seqlen_q = as_length("seqlen_q", rows);
+    p.seqlen_k = as_length("seqlen_k", k.size(1));
     STD_TORCH_CHECK(k.size(0) == p.batch, "fa2: k must be of q's batch ", p.batch, ", got ", k.size(0));
     p.lse_batch = rows * p.nheads_q;
   } else {
@@ -168,8 +174,8 @@ void fill(Problem& p, const Tensor& q, const Tensor& k, const Tensor& v, const L
     STD_TORCH_CHECK(lengths->cu_seqlens_k.numel() == p.batch + 1,
                     "fa2: cu_seqlens_k must be of cu_seqlens_q's shape (", p.batch + 1, ",), got ",
                     show(lengths->cu_seqlens_k.sizes()));
-    p.total_q = as_int("total_q", rows);
-    p.total_k = as_int("total_k", k.size(0));
+    p.total_q = as_length("total_q", rows);
+    p.total_k = as_length("total_k", k.size(0));
   }
   p.lse_head = rows;
 }

@@ -5,6 +5,7 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
+#include <array>
 #include <atomic>
 #include <cstdint>
 #include <type_traits>
@@ -29,6 +30,20 @@ cudaError_t allow_shared_memory(Kernel* kernel, int bytes, std::atomic<uint64_t>
   if (error != cudaSuccess || (device < 64 && (devices.load(std::memory_order_relaxed) & bit))) return error;
   error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (error == cudaSuccess && device < 64) devices.fetch_or(bit, std::memory_order_relaxed);
+  return error;
+}
+
+// Of the current device; kept after the first call.
+inline cudaError_t multiprocessors(int* count) {
+  constexpr int kMaxDevices = 64;
+  static std::array<std::atomic<int>, kMaxDevices> known{};
+  int device = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error != cudaSuccess) return error;
+  if (device < kMaxDevices && (*count = known[device].load(std::memory_order_relaxed)) != 0)
+    return cudaSuccess;
+  error = cudaDeviceGetAttribute(count, cudaDevAttrMultiProcessorCount, device);
+  if (error == cudaSuccess && device < kMaxDevices) known[device].store(*count, std::memory_order_relaxed);
   return error;
 }
 

@@ -90,6 +90,17 @@ def test_windows_that_few_of_a_tile_see(headdim, size):
 
 
 @each_tile_size
+def test_rows_without_keys_are_zero_beside_infinite_values(size):
+    """1, 5: queries that see no key share a tile with some that do; V's inf must not turn their 0 into NaN."""
+    p = dense(1, 100, 50, headdim=64, causal=True)
+    p.v[:, 3] = torch.inf
+    with tiles(size):
+        out, lse, *_ = fa2.flash_attn_func(p.q, p.k, p.v, causal=True, return_attn_probs=True)
+    assert bool((out[:, :50] == 0).all())
+    assert bool((lse[..., :50] == -torch.inf).all())
+
+
+@each_tile_size
 def test_expanded_inputs(size):
     """Strides of zero: one key head stands for all, one token for a whole sequence."""
     q, dout = normal(2, 150, 4, 64), normal(2, 150, 4, 64, seed=3)

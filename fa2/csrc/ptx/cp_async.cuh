@@ -1,13 +1,9 @@
 // Asynchronous copies global -> shared of 16 or 4 bytes (PTX ISA 9.7.9.25, cp.async). Knows addresses, no
-// tensors. Read next: tile/load.cuh, which turns them into tile loads.
+// tensors. Read next: tile/copy.cuh, which turns them into tile loads.
 #pragma once
 #include <cstdint>
 
 namespace fa2::ptx {
-
-__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
-}
 
 // Copies 16 bytes through L2 only; with valid == false it reads nothing and writes zeros (src-size 0).
 __device__ __forceinline__ void cp_async_16(uint32_t shared, const void* global, bool valid) {

@@ -4,6 +4,10 @@
 
 namespace fa2::ptx {
 
+__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
 __device__ __forceinline__ void store_shared_4(uint32_t shared, uint32_t value) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(shared), "r"(value) : "memory");
 }

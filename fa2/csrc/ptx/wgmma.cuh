@@ -49,9 +49,8 @@ __device__ __forceinline__ void wgmma_pin(uint32_t (&a_frag)[kRowTiles][kSteps][
 }
 
 // How a matrix operand lies in shared memory (PTX ISA 9.7.15.5.1, matrix descriptor): swizzled rows of
-// kRowBytes, 128 or
-// 64. `across` is the distance in bytes between slabs of that width, used where the operand is stored
-// [K][outer].
+// kRowBytes, 128 or 64. `across`: the distance in bytes between slabs of that width, used where the operand
+// is stored [K][outer].
 template <int kRowBytes>
 __device__ __forceinline__ uint64_t shared_matrix(uint32_t address, int across) {
   static_assert(kRowBytes == 128 || kRowBytes == 64, "the swizzles that are in use");
@@ -142,9 +141,7 @@ __device__ __forceinline__ void wgmma(float (&d)[kColumnTiles][4], uint64_t a, u
   else if constexpr (N == 96) { if constexpr (kHalf) FA2_WGMMA_SS(96, "f16", "%48", "%49", "%50", "%51"); else FA2_WGMMA_SS(96, "bf16", "%48", "%49", "%50", "%51"); }
   else if constexpr (N == 112) { if constexpr (kHalf) FA2_WGMMA_SS(112, "f16", "%56", "%57", "%58", "%59"); else FA2_WGMMA_SS(112, "bf16", "%56", "%57", "%58", "%59"); }
   else if constexpr (N == 128) { if constexpr (kHalf) FA2_WGMMA_SS(128, "f16", "%64", "%65", "%66", "%67"); else FA2_WGMMA_SS(128, "bf16", "%64", "%65", "%66", "%67"); }
-  else if constexpr (N == 144) { if constexpr (kHalf) FA2_WGMMA_SS(144, "f16", "%72", "%73", "%74", "%75"); else FA2_WGMMA_SS(144, "bf16", "%72", "%73", "%74", "%75"); }
   else if constexpr (N == 160) { if constexpr (kHalf) FA2_WGMMA_SS(160, "f16", "%80", "%81", "%82", "%83"); else FA2_WGMMA_SS(160, "bf16", "%80", "%81", "%82", "%83"); }
-  else if constexpr (N == 176) { if constexpr (kHalf) FA2_WGMMA_SS(176, "f16", "%88", "%89", "%90", "%91"); else FA2_WGMMA_SS(176, "bf16", "%88", "%89", "%90", "%91"); }
   else if constexpr (N == 192) { if constexpr (kHalf) FA2_WGMMA_SS(192, "f16", "%96", "%97", "%98", "%99"); else FA2_WGMMA_SS(192, "bf16", "%96", "%97", "%98", "%99"); }
   else if constexpr (N == 256) { if constexpr (kHalf) FA2_WGMMA_SS(256, "f16", "%128", "%129", "%130", "%131"); else FA2_WGMMA_SS(256, "bf16", "%128", "%129", "%130", "%131"); }
   else static_assert(N == 0, "an instruction of this width is not wrapped");
@@ -163,9 +160,7 @@ __device__ __forceinline__ void wgmma(float (&d)[kColumnTiles][4], const uint32_
   else if constexpr (N == 96) { if constexpr (kHalf) FA2_WGMMA_RS(96, "f16", "%48", "%49", "%50", "%51", "%52", "%53", "%54"); else FA2_WGMMA_RS(96, "bf16", "%48", "%49", "%50", "%51", "%52", "%53", "%54"); }
   else if constexpr (N == 112) { if constexpr (kHalf) FA2_WGMMA_RS(112, "f16", "%56", "%57", "%58", "%59", "%60", "%61", "%62"); else FA2_WGMMA_RS(112, "bf16", "%56", "%57", "%58", "%59", "%60", "%61", "%62"); }
   else if constexpr (N == 128) { if constexpr (kHalf) FA2_WGMMA_RS(128, "f16", "%64", "%65", "%66", "%67", "%68", "%69", "%70"); else FA2_WGMMA_RS(128, "bf16", "%64", "%65", "%66", "%67", "%68", "%69", "%70"); }
-  else if constexpr (N == 144) { if constexpr (kHalf) FA2_WGMMA_RS(144, "f16", "%72", "%73", "%74", "%75", "%76", "%77", "%78"); else FA2_WGMMA_RS(144, "bf16", "%72", "%73", "%74", "%75", "%76", "%77", "%78"); }
   else if constexpr (N == 160) { if constexpr (kHalf) FA2_WGMMA_RS(160, "f16", "%80", "%81", "%82", "%83", "%84", "%85", "%86"); else FA2_WGMMA_RS(160, "bf16", "%80", "%81", "%82", "%83", "%84", "%85", "%86"); }
-  else if constexpr (N == 176) { if constexpr (kHalf) FA2_WGMMA_RS(176, "f16", "%88", "%89", "%90", "%91", "%92", "%93", "%94"); else FA2_WGMMA_RS(176, "bf16", "%88", "%89", "%90", "%91", "%92", "%93", "%94"); }
   else if constexpr (N == 192) { if constexpr (kHalf) FA2_WGMMA_RS(192, "f16", "%96", "%97", "%98", "%99", "%100", "%101", "%102"); else FA2_WGMMA_RS(192, "bf16", "%96", "%97", "%98", "%99", "%100", "%101", "%102"); }
   else if constexpr (N == 256) { if constexpr (kHalf) FA2_WGMMA_RS(256, "f16", "%128", "%129", "%130", "%131", "%132", "%133", "%134"); else FA2_WGMMA_RS(256, "bf16", "%128", "%129", "%130", "%131", "%132", "%133", "%134"); }
   else static_assert(N == 0, "an instruction of this width is not wrapped");

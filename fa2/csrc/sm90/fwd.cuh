@@ -1,22 +1,23 @@
 // Attention forward on Hopper: persistent thread blocks, each one producer warpgroup and kBlockM / 64
 // consumers.
 //
-//   producer (one thread), for each work tile:            consumer warpgroup, 64 queries:
-//     hand the tile to the consumers                        wait for the tile, Q, K[last]
-//     TMA K[last], Q                                        S = Q K[last]^T;  P = softmax step (S)
-//     for n = last - 1 .. first:                            for n = last - 1 .. first:
-//       TMA K[n], V[n + 1]                                    start S = Q K[n]^T  and  O += P V[n + 1]
-//     TMA V[first]                                            wait for S; softmax step, while O's product
-//     runs
-//                                                             wait for O; rescale O; P = S rounded
-//                                                           O += P V[first];  out = O / sum, lse
+// clang-format off
+//   producer, three threads, for each work tile:        consumer warpgroup, 64 queries:
+//     hand the tile to everyone                           wait for the tile, Q, K[last]
+//     TMA K[last], Q, K[last - 1] .. K[first]             S = Q K[last]^T;  P = softmax step (S)
+//     TMA V[last] .. V[first]                             for n = last - 1 .. first:
+//                                                           start S = Q K[n]^T  and  O += P V[n + 1]
+//                                                           wait for S; softmax step, while O's product runs
+//                                                           wait for O; rescale O; P = S rounded
+//                                                         O += P V[first];  out = O / sum, lse
+// clang-format on
 //
 // Consumers take turns at starting their products (ping-pong), so that one's softmax runs beside another's
 // products. Shapes: Q, O kBlockM x kHeadDim; K, V kBlockN x kHeadDim. A warp holds 16 rows of S, P and O in
 // registers. Read first: config.h, tensor_map.h, tile/softmax.cuh.
 #pragma once
-#include "../ptx/cp_async.cuh"
 #include "../ptx/mbarrier.cuh"
+#include "../ptx/shared.cuh"
 #include "../ptx/stmatrix.cuh"
 #include "../ptx/tma.cuh"
 #include "../ptx/warpgroup.cuh"
@@ -34,7 +35,7 @@ namespace fa2::sm90 {
 struct FwdArguments {
   FwdParams p;
   CUtensorMap q, k, v, out;
-  float key_bytes;  // of K and V, for each query head
+  float key_bytes;  // of one key and its value, shared out over the query heads that use them
 };
 
 // What a tile is, decoded once by the producer.
@@ -52,7 +53,7 @@ __device__ __forceinline__ BlockRange key_blocks(const Mask& mask, const Work& w
   return range.last > range.first ? range : BlockRange{kNowhere, kNowhere + 1, kNowhere, kNowhere};
 }
 
-// Of these, what one consumer's 64 queries see; at least one block, and at most the last one missing.
+// Of these, what one consumer's 64 queries see: at least one block; of the last ones at most one is missing.
 template <int kConsumers, int kBlockN>
 __device__ __forceinline__ BlockRange own_blocks(const Mask& mask, const Work& work, int consumer,
                                                  const BlockRange& all) {
@@ -79,8 +80,8 @@ struct Rows {
   int row, x, y;
   __device__ __forceinline__ Rows(bool varlen, int bidb, int first, int seqlen)
       : row(varlen ? kRagged - seqlen : 0), x(varlen ? first + seqlen : bidb), y(varlen ? kRagged : 0) {}
-  __device__ __forceinline__ ptx::Coordinates at(int column, int row_, int head) const {
-    return {{column, row + row_, head, x, y}};
+  __device__ __forceinline__ ptx::Coordinates at(int column, int i, int head) const {
+    return {{column, row + i, head, x, y}};
   }
 };
 

@@ -12,17 +12,6 @@
 
 namespace fa2::sm90 {
 
-inline cudaError_t multiprocessors(int* count) {
-  static std::array<std::atomic<int>, 64> known{};
-  int device = 0;
-  cudaError_t error = cudaGetDevice(&device);
-  if (error != cudaSuccess) return error;
-  if (device < 64 && (*count = known[device].load(std::memory_order_relaxed)) != 0) return cudaSuccess;
-  error = cudaDeviceGetAttribute(count, cudaDevAttrMultiProcessorCount, device);
-  if (error == cudaSuccess && device < 64) known[device].store(*count, std::memory_order_relaxed);
-  return error;
-}
-
 // A kernel that may start while the one before it ends; it waits for that one's results itself.
 template <class Arguments>
 cudaError_t launch_early(void (*kernel)(Arguments), int blocks, int threads, int shared_bytes,
@@ -73,8 +62,12 @@ cudaError_t launch_fwd_tiles(const FwdParams& p, cudaStream_t stream) {
     error = make_tensor_map(&a.v, keys ? p.v : p.q, keys ? p.v_strides : p.q_strides, shape_k);
   if (error != cudaSuccess) return error;
 
-  // Under a full mask all dense tiles are alike and need no queue.
-  if (!varlen && p.window_left < 0 && p.window_right < 0) a.p.tiles = nullptr;
+  const int64_t tiles =
+      (varlen ? tile_capacity(p.total_q, p.batch, kBlockM) : p.batch * ceil_div(p.seqlen_q, kBlockM)) *
+      p.nheads_q;
+  if (tiles > 0x7fffffff - sms) return cudaErrorInvalidConfiguration;  // they are counted in an int
+  // Dense tiles need no queue when they are alike, under a full mask, or when each block has one.
+  if (!varlen && (tiles <= sms || (p.window_left < 0 && p.window_right < 0))) a.p.tiles = nullptr;
   if (varlen) {
     error = launch(schedule_tiles<kBlockM, true, 90>, 1, kScheduleThreads, 0, stream, p.cu_seqlens_q,
                    p.cu_seqlens_k, p.total_q, p.batch, p.tiles);
@@ -84,9 +77,6 @@ cudaError_t launch_fwd_tiles(const FwdParams& p, cudaStream_t stream) {
   if (error != cudaSuccess) return error;
 
   a.key_bytes = static_cast<float>(4 * kHeadDim) * p.nheads_kv / p.nheads_q;
-  const int64_t tiles =
-      (varlen ? tile_capacity(p.total_q, p.batch, kBlockM) : p.batch * ceil_div(p.seqlen_q, kBlockM)) *
-      p.nheads_q;
   const int blocks = static_cast<int>(std::min<int64_t>(tiles, sms));
   if (a.p.tiles == nullptr)
     return launch(attention_fwd<Element, Config>, blocks, Config::kThreads, Config::kShared_bytes, stream, a);

@@ -2,9 +2,8 @@
 //
 // Five dimensions serve dense and varlen: (headdim, row, head, x, y).
 // * dense: x is the batch, y nothing. Rows past the end of a sequence are past the end of the dimension.
-// * varlen: a sequence starts and ends anywhere, but TMA clips only at the end of a dimension. So the
-// dimension of rows
-//   has kRagged of them, and row i of a sequence of n the coordinate kRagged - n + i, which is inside exactly
+// * varlen: a sequence starts and ends anywhere, but TMA clips only at the end of a dimension. So there are
+//   kRagged rows, and row i of a sequence of n has the coordinate kRagged - n + i, which is inside exactly
 //   when i < n. x = first + n, a row apart, and y = kRagged, minus a row apart (2^64 wraps around), bring the
 //   address back: kRagged - n + i + first + n - kRagged = first + i.
 #pragma once
@@ -12,7 +11,7 @@
 #include <cudaTypedefs.h>
 #include <cuda_runtime_api.h>
 
-#include <algorithm>
+#include <atomic>
 #include <cstdint>
 
 #include "../params.h"
@@ -23,8 +22,10 @@ constexpr int kRagged = 1 << 30;
 
 // cuTensorMapEncodeTiled is the driver's: asked for at run time, because the library links no libcuda.
 inline cudaError_t find_encode(PFN_cuTensorMapEncodeTiled_v12000* encode) {
-  static PFN_cuTensorMapEncodeTiled_v12000 known = nullptr;  // racing threads store the same value
-  if (known == nullptr) {
+  static std::atomic<PFN_cuTensorMapEncodeTiled_v12000> known{
+      nullptr};  // racing threads store the same value
+  *encode = known.load(std::memory_order_relaxed);
+  if (*encode == nullptr) {
     void* function = nullptr;
     cudaDriverEntryPointQueryResult found;
 #if CUDART_VERSION >= 12050
@@ -36,9 +37,9 @@ inline cudaError_t find_encode(PFN_cuTensorMapEncodeTiled_v12000* encode) {
 #endif
     if (error != cudaSuccess) return error;
     if (found != cudaDriverEntryPointSuccess) return cudaErrorInsufficientDriver;
-    known = reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(function);
+    *encode = reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(function);
+    known.store(*encode, std::memory_order_relaxed);
   }
-  *encode = known;
   return cudaSuccess;
 }
 

@@ -1,7 +1,7 @@
 // Which tile a thread block works on. Dense: arithmetic. Varlen: a list of the tiles that exist, which
-// schedule.cuh writes on the device before the kernel, heaviest sequences first; blocks past its end return
-// at once (there are at most batch + 1 of them per head: the grid is the bound total / kBlock + batch + 1, so
-// max_seqlen plays no part).
+// schedule.cuh writes on the device before the kernel, heaviest sequences first. Where each block has one
+// tile (sm80), the grid is the bound total / kBlock + batch + 1, so max_seqlen plays no part, and blocks past
+// the list's end return at once, at most batch + 1 of them a head.
 #pragma once
 #include "../params.h"
 

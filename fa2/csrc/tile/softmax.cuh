@@ -74,15 +74,24 @@ struct OnlineSoftmax {
         for (int e = 0; e < 2; ++e) acc_o[r / 2][j][(r % 2) * 2 + e] *= row_scale[r];
   }
 
-  // Completes the sums and normalises the output. A row that saw no key becomes 0.
+  // Completes the sums and normalises the output. A row that saw no key becomes 0, whatever P = 0 met in V: 0
+  // * inf is NaN.
   template <int kColumnTiles>
   __device__ __forceinline__ void finalize(float (&acc_o)[kRowTiles][kColumnTiles][4]) {
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       row_sum[r] = quad_reduce(row_sum[r], [](float a, float b) { return a + b; });
-      row_scale[r] = row_sum[r] == 0.f ? 0.f : 1.f / row_sum[r];
+      row_scale[r] = 1.f / row_sum[r];
     }
-    rescale(acc_o);
+#pragma unroll
+    for (int r = 0; r < kRows; ++r)
+#pragma unroll
+      for (int j = 0; j < kColumnTiles; ++j)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          float& o = acc_o[r / 2][j][(r % 2) * 2 + e];
+          o = row_sum[r] == 0.f ? 0.f : o * row_scale[r];
+        }
   }
 
   // Natural log of the sum of exponentials of row r; after finalize. -inf where nothing was seen.
