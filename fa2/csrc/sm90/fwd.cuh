@@ -252,28 +252,18 @@ __global__ void __launch_bounds__(Config::kThreads, 1) attention_fwd(__grid_cons
     }
     ptx::wgmma_commit();
   };
-  // `front`: no query of this warpgroup sees a key behind the first kFront of the block. Each branch has its
-  // own fence: ptxas then follows the accumulator through both.
-  constexpr int kFront = kBlockN / 32 * 16;
-  const auto multiply_o = [&](auto keys, bool accumulate) {
+  const auto start_o = [&](bool accumulate) {
+    wait_v();
+    ptx::wgmma_pin(acc_o);
+    ptx::wgmma_pin(p_frag);
     ptx::wgmma_fence();
 #pragma unroll
-    for (int k = 0; k < decltype(keys)::value / 16; ++k)
+    for (int k = 0; k < kBlockN / 16; ++k)
       ptx::wgmma<Element, true>(
           acc_o[0], p_frag[0][k],
           matrix_v + (v_slot.index * Config::kKV_bytes + k * 16 * Slab::kRow_bytes) / 16,
           k > 0 || accumulate);
     ptx::wgmma_commit();
-  };
-  const auto start_o = [&](bool accumulate, bool front) {
-    wait_v();
-    ptx::wgmma_pin(acc_o);
-    ptx::wgmma_pin(p_frag);
-    if (front) {
-      multiply_o(std::integral_constant<int, kFront>{}, accumulate);
-    } else {
-      multiply_o(std::integral_constant<int, kBlockN>{}, accumulate);
-    }
   };
   const auto release = [&](int empty, Slot<kStages>& slot) {
     if (lane == 0) ptx::mbarrier_arrive(barrier(empty + slot.index));
@@ -302,13 +292,10 @@ __global__ void __launch_bounds__(Config::kThreads, 1) attention_fwd(__grid_cons
 
   Work work = next_work();
   BlockRange range, own;
-  bool front = false;  // of this tile's first block
   const auto find_blocks = [&] {
     const Mask mask(work.seqlen_q, work.seqlen_k, p.window_left, p.window_right);
     range = key_blocks<kBlockM, kBlockN>(mask, work);
     own = own_blocks<kConsumers, kBlockN>(mask, work, consumer, range);
-    const int query_end = min(work.tile.block * kBlockM + (consumer + 1) * 64, work.seqlen_q);
-    front = mask.key_end(query_end - 1) <= (own.last - 1) * kBlockN + kFront;
   };
   const auto start_tile = [&] {
     wait_q();
@@ -372,7 +359,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1) attention_fwd(__grid_cons
       --n_block;
       wait_k();
       start_s();
-      start_o(accumulate, !accumulate && front);
+      start_o(accumulate);
       accumulate = true;
       your_turn();
       ptx::wgmma_wait<1>();
@@ -391,7 +378,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1) attention_fwd(__grid_cons
     while (n_block > own.first && n_block > own.full_first) step(std::false_type{});
     while (n_block > own.first) step(std::true_type{});
 
-    start_o(accumulate, !accumulate && front);
+    start_o(accumulate);
     const int rest = own.first - range.first;
     if (rest > 0) {
       // In the order in which the others use them: K and V held back would stop their loads, and theirs ours.
