@@ -7,6 +7,7 @@ from typing import Any
 
 STYLE = {
     "fa2": ("black", "o"),
+    "fa2_sm80": ("tab:red", "d"),
     "sdpa_flash": ("tab:blue", "s"),
     "sdpa_cudnn": ("tab:green", "^"),
     "eager": ("tab:gray", "x"),
@@ -36,10 +37,9 @@ def plot(record: dict[str, Any], path: Path) -> bool:
             chosen = [r for r in rows if r["headdim"] == headdim and r["causal"] == causal]
             chosen.sort(key=lambda r: r["seqlen"])
             # Eager has no bare backward: its autograd one is drawn.
-            for peer in dict.fromkeys(name for r in chosen for name in r["backward_autograd"]):
-                named = [
-                    (r["seqlen"], r[part].get(peer) or r[f"{part}_autograd"][peer]) for r in chosen if peer in r["both"]
-                ]
+            readings = [(r["seqlen"], {**r.get(f"{part}_autograd", {}), **r.get(part, {})}) for r in chosen]
+            for peer in dict.fromkeys(name for _, found in readings for name in found):
+                named = [(seqlen, found[peer]) for seqlen, found in readings if peer in found]
                 color, marker = STYLE.get(peer, (None, "d"))
                 axis.plot(
                     [x for x, _ in named], [y["tflops"] for _, y in named], label=peer, color=color, marker=marker, ms=4
