@@ -72,7 +72,7 @@ class BdistWheel(bdist_wheel):
 
 
 setup(
-    packages=["fa2", "fa2.bench"],
+    packages=["fa2", "fa2.bench", "fa2.integrations"],
     package_data={"fa2": ["README.md", "csrc/**/*"]},
     # Fetched for the build alone, and only where it will compile.
     setup_requires=["ninja>=1.11"] if nvcc.find_nvcc() and not nvcc.find_ninja() else [],

@@ -30,7 +30,7 @@ def register_with_transformers() -> None:
     `fa2.integrations.transformers` says what is served and what is refused.
 
     Raises:
-        ImportError: transformers is not installed, or is too old to have both interfaces.
+        ImportError: transformers is not installed, or older than 5.4.
     """
     from fa2.integrations import transformers as hook
 

@@ -6,6 +6,7 @@ model calls `mask` once per kind of mask and forward, and passes what it returns
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -22,11 +23,14 @@ _OWN_MASKS = "transformers' causal, bidirectional, sliding-window or packed mask
 
 def register() -> None:
     """`fa2.integrations.register_with_transformers`."""
+    rule = "installed in a version whose masks take q_length (5.4 or later)"
     try:
-        from transformers import AttentionInterface, AttentionMaskInterface
+        from transformers import AttentionInterface, AttentionMaskInterface, __version__
+        from transformers.masking_utils import sdpa_mask
     except ImportError as error:
-        rule = "installed in a version with AttentionInterface and AttentionMaskInterface (4.56 or later)"
         raise ImportError(f"fa2: transformers must be {rule}, got: {error}") from error
+    if "q_length" not in inspect.signature(sdpa_mask).parameters:
+        raise ImportError(f"fa2: transformers must be {rule}, got {__version__}")
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, mask)
 
@@ -47,7 +51,6 @@ def mask(
     mask_function: Any = None,
     attention_mask: Tensor | None = None,
     use_vmap: bool = False,
-    cache_position: Tensor | None = None,
     config: Any = None,
     device: Any = None,
     **_: Any,
@@ -61,7 +64,6 @@ def mask(
             begin and masks that are neither causal nor bidirectional show.
         attention_mask: (batch, tokens) bool, false on padding; or None.
         use_vmap: a mask of the model's own, or of the user's.
-        cache_position: (q_length,), transformers 4's way to say q_length and q_offset.
 
     Returns:
         What the comment above lists. Reads values on the host, once a forward pass, as transformers does itself.
@@ -75,8 +77,6 @@ def mask(
     if chunk is not None and kv_offset + kv_length > chunk:
         rule = f"at most attention_chunk_size ({chunk}; attention in chunks is not supported)"
         raise checks.refused("kv_length", rule, kv_offset + kv_length)
-    if cache_position is not None:
-        q_length, q_offset, device = len(cache_position), cache_position[0], cache_position.device
     if attention_mask is not None:
         device = attention_mask.device
     square = q_length == kv_length and attention_mask is None
@@ -175,12 +175,11 @@ def attention(
         value = F.pad(value, (0, query.shape[-1] - headdim_v))
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     rest: dict[str, Any] = {"softmax_scale": scaling, "causal": causal, "window_size": (reach, reach)}
-    lengths = (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
-    if any(x is not None for x in lengths):
-        _all_lengths(*lengths)
+    lengths = _lengths(cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
+    if lengths is not None:
         if attention_mask is not None and attention_mask.dim() == 2:
             raise checks.refused("attention_mask", "without padding where cu_seq_lens_q is given", "one with padding")
-        out = _packed(q, k, v, *lengths, rest)
+        out = _packed(q, k, v, lengths, rest)
     elif attention_mask is None:
         out = flash_attn_func(q, k, v, **rest)
     elif attention_mask.dim() == 0:
@@ -188,7 +187,7 @@ def attention(
         out = flash_attn_func(q, k, v, **rest)
     elif attention_mask.dim() == 1:
         # No need to know the longest document: one longer than all of them costs nothing.
-        out = _packed(q, k, v, attention_mask, attention_mask, q.shape[1], k.shape[1], rest)
+        out = _packed(q, k, v, (attention_mask, attention_mask, q.shape[1], k.shape[1]), rest)
     elif attention_mask.dim() == 2:
         out = _padded(q, k, v, attention_mask.bool(), rest)
     else:
@@ -215,23 +214,26 @@ def _options(
             raise checks.refused(name, f"None ({what} not supported)", type(value).__name__)
 
 
-def _all_lengths(cu_seq_lens_q: Any, cu_seq_lens_k: Any, max_length_q: Any, max_length_k: Any) -> None:
+def _lengths(cu_seq_lens_q: Any, cu_seq_lens_k: Any, max_length_q: Any, max_length_k: Any) -> Any:
+    """All four, or None where none is given."""
     given = {
         "cu_seq_lens_q": cu_seq_lens_q,
         "cu_seq_lens_k": cu_seq_lens_k,
         "max_length_q": max_length_q,
         "max_length_k": max_length_k,
     }
-    for name, value in given.items():
-        if value is None:
-            others = ", ".join(other for other in given if other != name)
-            raise checks.refused(name, f"given together with {others}", None)
+    missing = [name for name, value in given.items() if value is None]
+    if len(missing) == 4:
+        return None
+    if missing:
+        others = ", ".join(name for name in given if name not in missing)
+        raise checks.refused(missing[0], f"given together with {others}", None)
+    return tuple(given.values())
 
 
-def _packed(
-    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: Any, max_k: Any, rest: dict[str, Any]
-) -> Tensor:
-    """Documents side by side, over all rows of the batch."""
+def _packed(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[Tensor, Tensor, Any, Any], rest: dict[str, Any]) -> Tensor:
+    """Documents side by side, over all rows of the batch. lengths: cu_seqlens and longest, of queries and of keys."""
+    cu_q, cu_k, max_q, max_k = lengths
     same = cu_k is cu_q
     cu_q = cu_q.int()
     cu_k = cu_q if same else cu_k.int()

@@ -5,6 +5,7 @@ use it in a model of float64. Padded batches are in fp32 altogether, because eag
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
 from collections.abc import Callable
@@ -19,7 +20,9 @@ from fa2.integrations import transformers as hook
 
 pytest.importorskip("transformers")
 import transformers as hf
+from transformers.masking_utils import create_causal_mask
 
+CACHE = "cache" if "cache" in inspect.signature(create_causal_mask).parameters else "past_key_values"  # its new name
 VOCABULARY, TOKENS = 61, 14
 
 
@@ -51,17 +54,7 @@ CAUSAL: dict[str, Callable[[], Any]] = {
     "gemma": lambda: hf.GemmaForCausalLM(hf.GemmaConfig(**SIZES)),
     "gemma2, window of 5, no softcap": lambda: hf.Gemma2ForCausalLM(hf.Gemma2Config(**SIZES, **SOFTCAP_OFF)),
     "gpt2": lambda: hf.GPT2LMHeadModel(
-        hf.GPT2Config(
-            vocab_size=VOCABULARY,
-            n_positions=64,
-            n_embd=32,
-            n_layer=2,
-            n_head=4,
-            **NO_DROPOUT,
-            bos_token_id=1,
-            eos_token_id=None,
-            pad_token_id=0,
-        )  # fmt: skip
+        hf.GPT2Config(vocab_size=VOCABULARY, n_positions=64, n_embd=32, n_layer=2, n_head=4, **NO_DROPOUT, **SPECIAL)
     ),
 }
 
@@ -236,29 +229,35 @@ def test_prompt_in_pieces(name: str, chunks: tuple[int, ...]) -> None:
     model.set_attn_implementation("fa2")
     cache, pieces = hf.DynamicCache(config=model.config), []
     for piece in ids.split(chunks, dim=1):
-        pieces.append(model(input_ids=piece, past_key_values=cache, use_cache=True).logits)
+        pieces.append(model(input_ids=piece, use_cache=True, **{CACHE: cache}).logits)
     torch.testing.assert_close(torch.cat(pieces, dim=1), whole, rtol=1e-4, atol=1e-4)
 
 
 # --- models that look both ways
 
 
+ENCODER = {name: x for name, x in SIZES.items() if name not in ("num_key_value_heads", "head_dim")}
+MODERNBERT = {"local_attention": 6, "global_attn_every_n_layers": 2, "cls_token_id": 1, "sep_token_id": 1}
+
+
 @pytest.mark.parametrize("padded", [False, True])
-def test_bidirectional_encoder(padded: bool, calls: list[str]) -> None:
-    config = hf.BertConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
-                           intermediate_size=48, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)  # fmt: skip
-    model, ids = build(lambda: hf.BertForMaskedLM(config)), tokens()
+@pytest.mark.parametrize("name", ["bert", "modernbert"])
+def test_bidirectional_encoder(name: str, padded: bool, calls: list[str]) -> None:
+    """The second with a window on both sides, in every other layer."""
+    bert = hf.BertConfig(**ENCODER, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    modernbert = hf.ModernBertConfig(**ENCODER, **MODERNBERT)
+    dtype = torch.float32 if padded else torch.float64
+    make = {"bert": lambda: hf.BertForMaskedLM(bert), "modernbert": lambda: hf.ModernBertForMaskedLM(modernbert)}[name]
+    model, ids = build(make, dtype=dtype), tokens()
     mask = torch.ones_like(ids)
     mask[0, 9:] = 0 if padded else 1
     results = []
     for implementation in ("eager", "fa2"):
         model.set_attn_implementation(implementation)
         model.zero_grad()
-        logits = model(input_ids=ids, attention_mask=mask).logits
-        logits[mask.bool()].square().sum().backward()
-        results.append(
-            {"logits": logits.detach(), **{n: p.grad for n, p in model.named_parameters() if p.grad is not None}}
-        )
+        logits = model(input_ids=ids, attention_mask=mask).logits[mask.bool()]
+        logits.square().sum().backward()
+        results.append({"logits": logits.detach(), **gradients(model)})
     assert_equal(results[1], results[0])
     assert set(calls) == {"flash_attn_varlen_func" if padded else "flash_attn_func"}
 
@@ -282,9 +281,7 @@ def test_cross_attention(source_length: int) -> None:
         model.zero_grad()
         logits = model(input_ids=source, attention_mask=mask, decoder_input_ids=target, use_cache=False).logits
         logits.square().sum().backward()
-        results.append(
-            {"logits": logits.detach(), **{n: p.grad for n, p in model.named_parameters() if p.grad is not None}}
-        )
+        results.append({"logits": logits.detach(), **gradients(model)})
     assert_equal(results[1], results[0])
 
 
@@ -337,10 +334,8 @@ def test_compiled_packing_needs_cu_seq_lens() -> None:
     model, ids = build(CAUSAL["llama"], training=False), tokens(1)
     model.set_attn_implementation("fa2")
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    with (
-        torch.no_grad(),
-        pytest.raises(RuntimeError, match="fa2: packed documents under torch.compile need cu_seq_lens"),
-    ):
+    message = r"fa2: packed documents under torch\.compile need cu_seq_lens_q"
+    with torch.no_grad(), pytest.raises(RuntimeError, match=message):
         compiled(input_ids=ids, use_cache=False, position_ids=positions())
 
 
@@ -395,23 +390,33 @@ def test_models_with_softcap_and_dropout_are_refused() -> None:
     gpt2.eval()(input_ids=tokens())
 
 
-def test_a_models_own_mask_is_refused() -> None:
-    from transformers.masking_utils import create_causal_mask
+def test_models_with_sinks_and_position_biases_are_refused() -> None:
+    sinks = build(lambda: hf.GptOssForCausalLM(hf.GptOssConfig(**SIZES, num_local_experts=2, num_experts_per_tok=1)))
+    sinks.set_attn_implementation("fa2")
+    with pytest.raises(ValueError, match=r"s_aux must be None"):
+        sinks(input_ids=tokens())
+    config = hf.T5Config(
+        vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=48, num_layers=1, num_heads=4, dropout_rate=0.0
+    )
+    biases = build(lambda: hf.T5EncoderModel(config))
+    biases.set_attn_implementation("fa2")
+    with pytest.raises(ValueError, match=r"position_bias must be None"):
+        biases(input_ids=tokens())
 
+
+def test_a_models_own_mask_is_refused() -> None:
     config = hf.LlamaConfig(**SIZES, attn_implementation="fa2")
     embeddings = torch.zeros(1, 6, 32)
     prefix = lambda batch, head, query, key: key < 3  # noqa: E731
 
     def make(**overlay: Any) -> Any:
-        return create_causal_mask(config, embeddings, None, None, **overlay)
+        return create_causal_mask(config, embeddings, attention_mask=None, **{CACHE: None}, **overlay)
 
     assert make() is None
     with pytest.raises(ValueError, match=r"fa2: mask_function must be .*, got a custom mask function"):
         make(or_mask_function=prefix)
     blocks = torch.tensor([[-1, 0, 0, 0, -1, -1]])
-    with pytest.raises(
-        ValueError, match="fa2: mask_function must be .*, got one that is causal for a part of the tokens"
-    ):
+    with pytest.raises(ValueError, match=r"fa2: mask_function must be .*, got one that is causal for a part of"):
         make(block_sequence_ids=blocks)
 
 
@@ -432,9 +437,17 @@ def test_both_interfaces_know_it() -> None:
     assert ALL_MASK_ATTENTION_FUNCTIONS["fa2"] is hook.mask
 
 
-def test_an_old_transformers_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_transformers_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(ImportError, match="fa2: transformers must be installed in a version with AttentionInterface"):
+    with pytest.raises(ImportError, match=r"fa2: transformers must be installed .* \(5.4 or later\), got: import of"):
+        register_with_transformers()
+
+
+def test_an_old_transformers_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import masking_utils
+
+    monkeypatch.setattr(masking_utils, "sdpa_mask", lambda batch_size, cache_position: None)
+    with pytest.raises(ImportError, match=rf"\(5.4 or later\), got {hf.__version__}"):
         register_with_transformers()
 
 
