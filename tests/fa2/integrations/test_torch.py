@@ -361,13 +361,21 @@ def flash_kernels() -> set[tuple[str, str]]:
     }
 
 
-def test_activation_registers_exactly_these_operators_and_restoring_removes_them() -> None:
+@pytest.fixture(params=[True, False])
+def cudnn(request: pytest.FixtureRequest) -> Iterator[bool]:
+    """Whether the cuDNN backend is on before fa2 is activated."""
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(request.param)
+    yield request.param
+    torch.backends.cuda.enable_cudnn_sdp(before)
+
+
+def test_activation_registers_exactly_these_operators_and_restoring_removes_them(cudnn: bool) -> None:
     before = flash_kernels()
     register_with_torch()
     assert "fa2" in list_flash_attention_impls()
     assert current_flash_attention_impl() is None
     assert flash_kernels() == before
-    cudnn = torch.backends.cuda.cudnn_sdp_enabled()
     for _ in range(2):  # again after restoring
         activate_flash_attention_impl("fa2")
         try:
@@ -382,8 +390,8 @@ def test_activation_registers_exactly_these_operators_and_restoring_removes_them
         assert torch.backends.cuda.cudnn_sdp_enabled() == cudnn
 
 
-def test_activating_twice_leaves_nothing_behind() -> None:
-    before, cudnn = flash_kernels(), torch.backends.cuda.cudnn_sdp_enabled()
+def test_activating_twice_leaves_nothing_behind(cudnn: bool) -> None:
+    before = flash_kernels()
     register_with_torch()
     activate_flash_attention_impl("fa2")
     activate_flash_attention_impl("fa2")
