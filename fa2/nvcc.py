@@ -206,6 +206,9 @@ def ninja_file(tools: Toolchain, units: Sequence[Unit], architectures: Sequence[
     quote = "'{}'".format
     # Named again, because the linker's own (empty) device code would be for nvcc's default architecture.
     link = (*LINK_FLAGS, *(ARCHITECTURES[a][1] for a in architectures))
+    # nvcc looks into its toolkit's lib64; NVIDIA's packages keep the static CUDA runtime in lib.
+    beside = tools.nvcc.resolve().parents[1] / "lib"
+    folders = [tools.torch / "lib", *([beside] if (beside / "libcudart_static.a").is_file() else [])]
     lines = [
         "ninja_required_version = 1.5",
         f"nvcc = {str(tools.nvcc).replace('$', '$$')}",
@@ -215,7 +218,7 @@ def ninja_file(tools: Toolchain, units: Sequence[Unit], architectures: Sequence[
         "  deps = gcc",
         "  description = $in",
         "rule link",
-        f'  command = "$nvcc" $in -o $out -L{quote(tools.torch / "lib")} {" ".join(link)}',
+        f'  command = "$nvcc" $in -o $out {" ".join("-L" + quote(f) for f in folders)} {" ".join(link)}',
         "  description = $out",
     ]
     for unit in units:
