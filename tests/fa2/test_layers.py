@@ -4,6 +4,8 @@ README's examples as they stand."""
 from __future__ import annotations
 
 import copy
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +14,10 @@ from torch.nn.functional import mse_loss
 
 import fa2
 from fa2.layers import MultiheadAttention
+
+README = (Path(__file__).resolve().parents[2] / "fa2" / "README.md").read_text(encoding="utf-8")
+SECTION = README.split("\n## A module\n")[1].split("\n## ")[0]
+EXAMPLES = re.findall(r"^```python\n(.*?)^```", SECTION, re.DOTALL | re.MULTILINE)
 
 E, HEADS = 48, 4
 LENGTHS = [7, 1, 12, 5]
@@ -277,3 +283,9 @@ def test_what_a_call_refuses(shape, arguments, message, kv_heads):
 def test_it_says_what_it_is():
     text = repr(MultiheadAttention(E, HEADS, 2, causal=True))
     assert "embed_dim=48, num_heads=4, num_kv_heads=2, bias=True, causal=True, window_size=(-1, -1)" in text
+
+
+@pytest.mark.parametrize("number", range(len(EXAMPLES)))
+def test_the_readmes_examples_run(number):
+    assert len(EXAMPLES) == 2
+    exec(EXAMPLES[number], {})
