@@ -27,6 +27,8 @@ MANIFEST = "fa2_cuda.json"  # beside the library: what it was built from
 CSRC = Path(__file__).resolve().parent / "csrc"
 MIN_CUDA = (12, 4)
 MIN_TORCH = (2, 11)
+# The extra `nvcc`: the compiler, its headers and the static CUDA runtime, all named so that pip takes one version.
+NVCC_PACKAGES = "cuda-toolkit[cccl,crt,cudart,nvcc,nvvm]>=13,<14"
 
 # Architecture -> the folder whose units are compiled for it, and nvcc's flag. sm_90a code runs on Hopper alone, and
 # nvcc's -arch=sm_90a shorthand would also ask for PTX; compute_80 is the PTX that later GPUs compile for themselves.
@@ -133,7 +135,10 @@ def toolchain() -> Toolchain:
     """Everything a build needs, or a BuildError that names what is missing."""
     nvcc, ninja, torch = find_nvcc(), find_ninja(), find_torch()
     if nvcc is None:
-        raise BuildError("nvcc was not found: install a CUDA toolkit >= 12.4 and set CUDA_HOME, or put nvcc on PATH")
+        raise BuildError(
+            "nvcc was not found: install a CUDA toolkit >= 12.4 and set CUDA_HOME, or put nvcc on PATH, or install "
+            f"NVIDIA's packages: pip install '{NVCC_PACKAGES}'"
+        )
     cuda = cuda_version(nvcc)
     if cuda < MIN_CUDA:
         raise BuildError(f"nvcc must be of CUDA 12.4 or later, got {cuda[0]}.{cuda[1]} ({nvcc})")
