@@ -225,6 +225,27 @@ def test_any_number_of_tokens_is_two_graphs(kv_heads):
     assert len(graphs) == 2, "one for the first length, one for all others"
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_on_a_gpu(kv_heads, compiled):
+    """bfloat16 under autocast on the kernels, against float64 on the CPU."""
+    exact = MultiheadAttention(256, HEADS, kv_heads, causal=True, dtype=torch.float64)
+    ours = MultiheadAttention(256, HEADS, kv_heads, causal=True, device="cuda")
+    ours.load_state_dict(exact.state_dict())
+    x = draw(sum(LENGTHS), 256).requires_grad_()
+    near = x.detach().float().cuda().requires_grad_()
+    dout = draw(*x.shape, seed=1)
+    call = torch.compile(ours, fullgraph=True) if compiled else ours
+    with torch.autocast("cuda", torch.bfloat16):
+        out = call(near, cu(LENGTHS).cuda(), max(LENGTHS))
+    want = exact(x, cu(LENGTHS), max(LENGTHS))
+    got = {"out": out, **gradients(ours, near, out, dout.to(out))}
+    for name, wanted in {"out": want, **gradients(exact, x, want, dout)}.items():
+        error = (got[name].detach().cpu().double() - wanted).abs().max()
+        assert error <= 0.03 * wanted.detach().abs().max(), name
+
+
 def test_a_step_moves_every_parameter():
     ours = MultiheadAttention(E, HEADS, 2)
     before = copy.deepcopy(ours.state_dict())

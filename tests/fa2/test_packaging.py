@@ -166,6 +166,7 @@ def test_the_nvcc_of_the_extra_compiles_and_links(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)  # every unit: two minutes on two idle cores, five on busy ones
 @pytest.mark.skipif(nvcc.why_not_buildable() is not None, reason=str(nvcc.why_not_buildable()))
 def test_with_the_library(tmp_path):
     name, files, said = build("build_wheel", tmp_path)
