@@ -17,7 +17,13 @@ from fa2.interface import (
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
 )
-from fa2.padding import cu_seqlens_from_document_ids, cu_seqlens_from_eos, pad_input, unpad_input
+from fa2.padding import (
+    cu_seqlens_from_document_ids,
+    cu_seqlens_from_eos,
+    index_first_axis,
+    pad_input,
+    unpad_input,
+)
 
 __all__ = [
     "cu_seqlens_from_document_ids",
@@ -28,6 +34,7 @@ __all__ = [
     "flash_attn_varlen_func",
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
+    "index_first_axis",
     "is_available",
     "kernels",
     "pad_input",

@@ -27,6 +27,8 @@ MANIFEST = "fa2_cuda.json"  # beside the library: what it was built from
 CSRC = Path(__file__).resolve().parent / "csrc"
 MIN_CUDA = (12, 4)
 MIN_TORCH = (2, 11)
+# The extra `nvcc`: the compiler, its headers and the static CUDA runtime, all named so that pip takes one version.
+NVCC_PACKAGES = "cuda-toolkit[cccl,crt,cudart,nvcc,nvvm]>=13,<14"
 
 # Architecture -> the folder whose units are compiled for it, and nvcc's flag. sm_90a code runs on Hopper alone, and
 # nvcc's -arch=sm_90a shorthand would also ask for PTX; compute_80 is the PTX that later GPUs compile for themselves.
@@ -133,7 +135,10 @@ def toolchain() -> Toolchain:
     """Everything a build needs, or a BuildError that names what is missing."""
     nvcc, ninja, torch = find_nvcc(), find_ninja(), find_torch()
     if nvcc is None:
-        raise BuildError("nvcc was not found: install a CUDA toolkit >= 12.4 and set CUDA_HOME, or put nvcc on PATH")
+        raise BuildError(
+            "nvcc was not found: install a CUDA toolkit >= 12.4 and set CUDA_HOME, or put nvcc on PATH, or install "
+            f"NVIDIA's packages: pip install '{NVCC_PACKAGES}'"
+        )
     cuda = cuda_version(nvcc)
     if cuda < MIN_CUDA:
         raise BuildError(f"nvcc must be of CUDA 12.4 or later, got {cuda[0]}.{cuda[1]} ({nvcc})")
@@ -206,6 +211,9 @@ def ninja_file(tools: Toolchain, units: Sequence[Unit], architectures: Sequence[
     quote = "'{}'".format
     # Named again, because the linker's own (empty) device code would be for nvcc's default architecture.
     link = (*LINK_FLAGS, *(ARCHITECTURES[a][1] for a in architectures))
+    # nvcc looks into its toolkit's lib64; NVIDIA's packages keep the static CUDA runtime in lib.
+    beside = tools.nvcc.resolve().parents[1] / "lib"
+    folders = [tools.torch / "lib", *([beside] if (beside / "libcudart_static.a").is_file() else [])]
     lines = [
         "ninja_required_version = 1.5",
         f"nvcc = {str(tools.nvcc).replace('$', '$$')}",
@@ -215,7 +223,7 @@ def ninja_file(tools: Toolchain, units: Sequence[Unit], architectures: Sequence[
         "  deps = gcc",
         "  description = $in",
         "rule link",
-        f'  command = "$nvcc" $in -o $out -L{quote(tools.torch / "lib")} {" ".join(link)}',
+        f'  command = "$nvcc" $in -o $out {" ".join("-L" + quote(f) for f in folders)} {" ".join(link)}',
         "  description = $out",
     ]
     for unit in units:

@@ -1,5 +1,5 @@
-"""Between padded batches and packed tokens: flash_attn's pad_input and unpad_input, and cu_seqlens from what a data
-pipeline knows (document ids, or end-of-sequence tokens). Knows tensors only.
+"""Between padded batches and packed tokens: flash_attn's pad_input, unpad_input and index_first_axis, and cu_seqlens
+from what a data pipeline knows (document ids, or end-of-sequence tokens). Knows tensors only.
 """
 
 from __future__ import annotations
@@ -8,6 +8,24 @@ import torch
 from torch import Tensor
 
 from fa2 import checks
+
+
+def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
+    """Rows of a tensor, differentiable; a row that is taken twice gets both gradients.
+
+    Args:
+        input: (rows, ...).
+        indices: (total,) int64 or int32, which rows.
+
+    Returns:
+        (total, ...).
+
+    Raises:
+        ValueError: indices is not of shape (total,).
+    """
+    if indices.dim() != 1:
+        raise checks.refused("indices", "of shape (total,)", tuple(indices.shape))
+    return input.index_select(0, indices)
 
 
 def unpad_input(
@@ -40,7 +58,7 @@ def unpad_input(
     indices = placed.flatten().nonzero().flatten()
     cu_seqlens = torch.nn.functional.pad(lengths.cumsum(dim=0, dtype=torch.int32), (1, 0))
     longest = int(lengths.max()) if lengths.numel() else 0
-    packed = hidden_states.flatten(0, 1)[indices]
+    packed = index_first_axis(hidden_states.flatten(0, 1), indices)
     return packed, indices, cu_seqlens, longest, valid.sum(dim=-1, dtype=torch.int32)
 
 
