@@ -7,7 +7,6 @@ torch's cache. `kernels` is what the profiler must see in the names of the kerne
 from __future__ import annotations
 
 import importlib.util
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +17,7 @@ from torch import Tensor
 
 import fa2
 from fa2.bench.cases import Case
+from fa2.bench.correctness import tiles
 
 aten = torch.ops.aten
 Call = Callable[[], Any]
@@ -280,11 +280,8 @@ def ours_sm80(case: Case, x: dict[str, Tensor]) -> Calls:
 
     def under_sm80(call: Call) -> Call:
         def run() -> Any:
-            os.environ["FA2_ARCH"] = "sm80"
-            try:
+            with tiles("large"):
                 return call()
-            finally:
-                del os.environ["FA2_ARCH"]
 
         return run
 
