@@ -314,7 +314,8 @@ void run_bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, const Tensor
   Scratch scratch;
   const int64_t lse_log2 = scratch.take(lse.numel() * 4), delta = scratch.take(lse.numel() * 4);
   const int64_t dq_accum = scratch.take(lse.numel() * kernel.max_headdim * 4);
-  const int64_t tiles = scratch.take(lengths != nullptr ? tile_list_size(p.total_k, p.batch) * 4 : 0);
+  const int64_t tiles =
+      scratch.take((lengths != nullptr ? tile_list_size(p.total_k, p.batch) : kTileListHead) * 4);
   const int64_t semaphore = scratch.take(deterministic ? semaphores(tokens, p.batch, p.nheads_q) * 4 : 0);
   Tensor buffer = scratch.beside(q);
   char* const base = static_cast<char*>(buffer.data_ptr());

@@ -34,7 +34,8 @@ Kernel fwd_row() {
           kAnyLaterSm,
           kGrantKB * 1024,
           erased<FwdParams, sm80::launch_fwd<kDType, kHeadDim, kGrantKB>>,
-          sm80::fwd_function<kDType, kHeadDim, kGrantKB>()};
+          sm80::fwd_function<kDType, kHeadDim, kGrantKB>(),
+          false};
 }
 
 template <DType kDType, int kHeadDim, int kGrantKB>
@@ -47,7 +48,8 @@ Kernel bwd_row() {
           kAnyLaterSm,
           kGrantKB * 1024,
           erased<BwdParams, sm80::launch_bwd<kDType, kHeadDim, kGrantKB>>,
-          sm80::bwd_function<kDType, kHeadDim, kGrantKB>()};
+          sm80::bwd_function<kDType, kHeadDim, kGrantKB>(),
+          false};
 }
 
 template <DType kDType, int... kHeadDims>
@@ -71,12 +73,30 @@ Kernel hopper_fwd_row() {
           90,
           227 * 1024,
           erased<FwdParams, sm90::launch_fwd<kDType, kHeadDim>>,
-          sm90::fwd_function<kDType, kHeadDim>()};
+          sm90::fwd_function<kDType, kHeadDim>(),
+          false};
+}
+
+// On request until it has run on a GPU: so far only the emulator of tests/fa2/emulation has tested it.
+template <DType kDType, int kHeadDim>
+Kernel hopper_bwd_row() {
+  return {Op::kBwd,
+          "sm90",
+          kDType,
+          kHeadDim,
+          90,
+          90,
+          227 * 1024,
+          erased<BwdParams, sm90::launch_bwd<kDType, kHeadDim>>,
+          sm90::bwd_function<kDType, kHeadDim>(),
+          true};
 }
 
 template <DType kDType, int... kHeadDims>
 void append_hopper(std::vector<Kernel>& kernels) {
-  for (const Kernel& row : {hopper_fwd_row<kDType, kHeadDims>()...}) kernels.push_back(row);
+  for (const Kernel& row : {hopper_fwd_row<kDType, kHeadDims>()..., hopper_bwd_row<kDType, 64>(),
+                            hopper_bwd_row<kDType, 96>(), hopper_bwd_row<kDType, 128>()})
+    kernels.push_back(row);
 }
 #endif
 
@@ -121,7 +141,7 @@ bool runs_on(const Kernel& kernel, int sm) {
 const Kernel* find_kernel(Op op, DType dtype, int headdim, int sm, int shared_bytes, const char* family) {
   const Kernel* best = nullptr;
   for (const Kernel& kernel : table()) {
-    if (family != nullptr && std::strcmp(kernel.family, family) != 0) continue;
+    if (family != nullptr ? std::strcmp(kernel.family, family) != 0 : kernel.on_request) continue;
     if (kernel.op != op || kernel.dtype != dtype || kernel.max_headdim < headdim || !runs_on(kernel, sm) ||
         kernel.shared_bytes > shared_bytes)
       continue;
@@ -143,6 +163,7 @@ std::string no_kernel_message(Op op, DType dtype, int headdim, int sm, const cha
     if (kernel.op != op) continue;
     text << separator << kernel.family << " " << name(kernel.dtype) << " headdim <= " << kernel.max_headdim;
     text << " on sm_" << kernel.min_sm << (kernel.max_sm == kernel.min_sm ? "" : " and later");
+    if (kernel.on_request) text << " (with FA2_ARCH=" << kernel.family << ")";
     separator = ", ";
   }
   if (*separator == '\0') text << "none of this operator";
@@ -158,7 +179,8 @@ const std::string& kernels_json() {
       text << separator << "{\"op\": \"" << name(kernel.op) << "\", \"family\": \"" << kernel.family
            << "\", \"dtype\": \"" << name(kernel.dtype) << "\", \"max_headdim\": " << kernel.max_headdim
            << ", \"shared_bytes\": " << kernel.shared_bytes << ", \"min_sm\": " << kernel.min_sm
-           << ", \"max_sm\": " << kernel.max_sm << "}";
+           << ", \"max_sm\": " << kernel.max_sm
+           << ", \"on_request\": " << (kernel.on_request ? "true" : "false") << "}";
       separator = ", ";
     }
     text << "]";

@@ -12,6 +12,11 @@ __device__ __forceinline__ void store_shared_4(uint32_t shared, uint32_t value) 
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(shared), "r"(value) : "memory");
 }
 
+__device__ __forceinline__ void store_shared_16(uint32_t shared, float x, float y, float z, float w) {
+  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(shared), "f"(x), "f"(y), "f"(z), "f"(w)
+               : "memory");
+}
+
 __device__ __forceinline__ uint4 load_shared_16(uint32_t shared) {
   uint4 value;
   asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"

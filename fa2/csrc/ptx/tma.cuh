@@ -36,6 +36,14 @@ __device__ __forceinline__ void tma_store(const CUtensorMap* map, uint32_t share
       : "memory");
 }
 
+// target[0 .. bytes / 4) += the floats at `shared`, in this thread's bulk group; 16-byte aligned both (PTX
+// ISA 9.7.9.25, cp.reduce.async.bulk).
+__device__ __forceinline__ void bulk_add(float* target, uint32_t shared, int bytes) {
+  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(target),
+               "r"(shared), "r"(bytes)
+               : "memory");
+}
+
 __device__ __forceinline__ void tma_store_commit() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
@@ -43,6 +51,17 @@ __device__ __forceinline__ void tma_store_commit() {
 // This thread's stores have read their shared memory: it may be written again.
 __device__ __forceinline__ void tma_store_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+
+// This thread's stores and additions are complete: what they wrote is in global memory.
+__device__ __forceinline__ void tma_store_wait() {
+  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+}
+
+// Accesses to global memory by this thread's bulk copies and by its ordinary instructions keep their order
+// across this.
+__device__ __forceinline__ void fence_async_proxy_global() {
+  asm volatile("fence.proxy.async.global;" ::: "memory");
 }
 
 // Ordinary writes to shared memory before this are seen by copies and wgmma issued after it (and after a

@@ -48,6 +48,18 @@ __device__ __forceinline__ void wgmma_pin(uint32_t (&a_frag)[kRowTiles][kSteps][
       for (int e = 0; e < 4; ++e) asm volatile("" : "+r"(a_frag[i][j][e])::"memory");
 }
 
+// Before a product that does not accumulate: the old values are of no use. Without it they would keep their
+// registers until here, because a wgmma reads and writes its accumulator as far as the compiler knows.
+template <int kRowTiles, int kColumnTiles>
+__device__ __forceinline__ void wgmma_discard(float (&acc)[kRowTiles][kColumnTiles][4]) {
+#pragma unroll
+  for (int i = 0; i < kRowTiles; ++i)
+#pragma unroll
+    for (int j = 0; j < kColumnTiles; ++j)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) asm volatile("" : "=f"(acc[i][j][e])::"memory");
+}
+
 // How a matrix operand lies in shared memory (PTX ISA 9.7.15.5.1, matrix descriptor): swizzled rows of
 // kRowBytes, 128 or 64. `across`: the distance in bytes between slabs of that width, used where the operand
 // is stored [K][outer].
@@ -113,12 +125,13 @@ __device__ __forceinline__ uint64_t shared_matrix(uint32_t address, int across) 
 #define FA2_OUTPUTS_256 FA2_OUTPUTS_240, FA2_D(30)
 // clang-format on
 
-#define FA2_WGMMA_SS(N, TYPE, A, B, ACCUMULATE, TRANSPOSED)                               \
-  asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, " ACCUMULATE                         \
-               ", 0;\n\twgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE    \
-               " {" FA2_REGISTERS_##N "}, " A ", " B ", p, 1, 1, 0, " TRANSPOSED ";\n\t}" \
-               : FA2_OUTPUTS_##N                                                          \
-               : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)), "n"(kTransposedB ? 1 : 0))
+#define FA2_WGMMA_SS(N, TYPE, A, B, ACCUMULATE, TRANSPOSED_A, TRANSPOSED_B)                                \
+  asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, " ACCUMULATE                                          \
+               ", 0;\n\twgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE                     \
+               " {" FA2_REGISTERS_##N "}, " A ", " B ", p, 1, 1, " TRANSPOSED_A ", " TRANSPOSED_B ";\n\t}" \
+               : FA2_OUTPUTS_##N                                                                           \
+               : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)), "n"(kTransposedA ? 1 : 0),             \
+                 "n"(kTransposedB ? 1 : 0))
 
 #define FA2_WGMMA_RS(N, TYPE, A0, A1, A2, A3, B, ACCUMULATE, TRANSPOSED)                                 \
   asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, " ACCUMULATE                                        \
@@ -129,21 +142,21 @@ __device__ __forceinline__ uint64_t shared_matrix(uint32_t address, int across) 
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)),  \
                  "n"(kTransposedB ? 1 : 0))
 
-// d (64 x N) = a (64 x 16) * b^T (b is N x 16), + d if `accumulate`. Both in shared memory; kTransposedB: b
-// is stored [16][N].
-template <class Element, bool kTransposedB, int kColumnTiles>
+// d (64 x N) = a (64 x 16) * b^T (b is N x 16), + d if `accumulate`. Both in shared memory; kTransposedA: a
+// is stored [16][64]; kTransposedB: b is stored [16][N].
+template <class Element, bool kTransposedA, bool kTransposedB, int kColumnTiles>
 __device__ __forceinline__ void wgmma(float (&d)[kColumnTiles][4], uint64_t a, uint64_t b, bool accumulate) {
   constexpr int N = kColumnTiles * 8;
   constexpr bool kHalf = std::is_same_v<Element, __half>;
   // clang-format off
-  if constexpr (N == 64) { if constexpr (kHalf) FA2_WGMMA_SS(64, "f16", "%32", "%33", "%34", "%35"); else FA2_WGMMA_SS(64, "bf16", "%32", "%33", "%34", "%35"); }
-  else if constexpr (N == 80) { if constexpr (kHalf) FA2_WGMMA_SS(80, "f16", "%40", "%41", "%42", "%43"); else FA2_WGMMA_SS(80, "bf16", "%40", "%41", "%42", "%43"); }
-  else if constexpr (N == 96) { if constexpr (kHalf) FA2_WGMMA_SS(96, "f16", "%48", "%49", "%50", "%51"); else FA2_WGMMA_SS(96, "bf16", "%48", "%49", "%50", "%51"); }
-  else if constexpr (N == 112) { if constexpr (kHalf) FA2_WGMMA_SS(112, "f16", "%56", "%57", "%58", "%59"); else FA2_WGMMA_SS(112, "bf16", "%56", "%57", "%58", "%59"); }
-  else if constexpr (N == 128) { if constexpr (kHalf) FA2_WGMMA_SS(128, "f16", "%64", "%65", "%66", "%67"); else FA2_WGMMA_SS(128, "bf16", "%64", "%65", "%66", "%67"); }
-  else if constexpr (N == 160) { if constexpr (kHalf) FA2_WGMMA_SS(160, "f16", "%80", "%81", "%82", "%83"); else FA2_WGMMA_SS(160, "bf16", "%80", "%81", "%82", "%83"); }
-  else if constexpr (N == 192) { if constexpr (kHalf) FA2_WGMMA_SS(192, "f16", "%96", "%97", "%98", "%99"); else FA2_WGMMA_SS(192, "bf16", "%96", "%97", "%98", "%99"); }
-  else if constexpr (N == 256) { if constexpr (kHalf) FA2_WGMMA_SS(256, "f16", "%128", "%129", "%130", "%131"); else FA2_WGMMA_SS(256, "bf16", "%128", "%129", "%130", "%131"); }
+  if constexpr (N == 64) { if constexpr (kHalf) FA2_WGMMA_SS(64, "f16", "%32", "%33", "%34", "%35", "%36"); else FA2_WGMMA_SS(64, "bf16", "%32", "%33", "%34", "%35", "%36"); }
+  else if constexpr (N == 80) { if constexpr (kHalf) FA2_WGMMA_SS(80, "f16", "%40", "%41", "%42", "%43", "%44"); else FA2_WGMMA_SS(80, "bf16", "%40", "%41", "%42", "%43", "%44"); }
+  else if constexpr (N == 96) { if constexpr (kHalf) FA2_WGMMA_SS(96, "f16", "%48", "%49", "%50", "%51", "%52"); else FA2_WGMMA_SS(96, "bf16", "%48", "%49", "%50", "%51", "%52"); }
+  else if constexpr (N == 112) { if constexpr (kHalf) FA2_WGMMA_SS(112, "f16", "%56", "%57", "%58", "%59", "%60"); else FA2_WGMMA_SS(112, "bf16", "%56", "%57", "%58", "%59", "%60"); }
+  else if constexpr (N == 128) { if constexpr (kHalf) FA2_WGMMA_SS(128, "f16", "%64", "%65", "%66", "%67", "%68"); else FA2_WGMMA_SS(128, "bf16", "%64", "%65", "%66", "%67", "%68"); }
+  else if constexpr (N == 160) { if constexpr (kHalf) FA2_WGMMA_SS(160, "f16", "%80", "%81", "%82", "%83", "%84"); else FA2_WGMMA_SS(160, "bf16", "%80", "%81", "%82", "%83", "%84"); }
+  else if constexpr (N == 192) { if constexpr (kHalf) FA2_WGMMA_SS(192, "f16", "%96", "%97", "%98", "%99", "%100"); else FA2_WGMMA_SS(192, "bf16", "%96", "%97", "%98", "%99", "%100"); }
+  else if constexpr (N == 256) { if constexpr (kHalf) FA2_WGMMA_SS(256, "f16", "%128", "%129", "%130", "%131", "%132"); else FA2_WGMMA_SS(256, "bf16", "%128", "%129", "%130", "%131", "%132"); }
   else static_assert(N == 0, "an instruction of this width is not wrapped");
   // clang-format on
 }

@@ -1,7 +1,8 @@
 // After the backward: dq = accumulator * scale, rounded, of the rows that the backward did not write itself.
 // Memory-bound.
 // The accumulator's order within 16 columns is that of an mma fragment, four values a lane: lane t's are the
-// columns 2t, 2t + 1, 8 + 2t, 9 + 2t. The backward adds them with one instruction.
+// columns 2t, 2t + 1, 8 + 2t, 9 + 2t. The backward adds them with one instruction. Where the backward is
+// sm90's, groups of 16 columns change places, two by two, in rows of odd number.
 #pragma once
 #include <cstdint>
 
@@ -49,7 +50,9 @@ __global__ void __launch_bounds__(kConvertThreads)
 #pragma unroll
     for (int i = 0; i < kConvertSteps; ++i) {
       const int64_t group = first + i * (kConvertThreads / 4), row = group / kGroupsPerRow;
-      exists[i] = row < rows && group % kGroupsPerRow * 16 < p.headdim && accumulated[row - first_row];
+      const int64_t alternates = Config::kAlternates ? row & 1 : 0;
+      exists[i] =
+          row < rows && (group % kGroupsPerRow ^ alternates) * 16 < p.headdim && accumulated[row - first_row];
       x[i] = exists[i] ? accum[group * 4 + t] : make_float4(0.f, 0.f, 0.f, 0.f);
     }
 #pragma unroll
@@ -58,7 +61,8 @@ __global__ void __launch_bounds__(kConvertThreads)
       int column;
       const uint2 values = gather_columns<Element>(column, x[i].x * p.softmax_scale, x[i].y * p.softmax_scale,
                                                    x[i].z * p.softmax_scale, x[i].w * p.softmax_scale);
-      column += static_cast<int>(group % kGroupsPerRow) * 16;
+      const int alternates = Config::kAlternates ? static_cast<int>(row & 1) : 0;
+      column += (static_cast<int>(group % kGroupsPerRow) ^ alternates) * 16;
       if (exists[i] && column < p.headdim)
         *reinterpret_cast<uint2*>(dq + row * p.dq_strides.row + column) = values;
     }

@@ -29,6 +29,12 @@ __device__ __forceinline__ bool dq_is_direct(const BwdParams& p, int row) {
     seqlen_k = p.cu_seqlens_k[bidb + 1] - p.cu_seqlens_k[bidb];
     row -= first;
   }
+  if constexpr (Config::kSkipsUnseeing) {
+    const int unseeing = Mask(seqlen_q, seqlen_k, p.window_left, p.window_right).first_query();
+    if (row < unseeing) return false;
+    seqlen_q -= unseeing;
+    row -= unseeing;
+  }
   const BlockRange keys = Mask(seqlen_q, seqlen_k, p.window_left, p.window_right)
                               .key_blocks<Config::kBlockM, Config::kBlockN>(row / Config::kBlockM);
   return walks<Config>(seqlen_q, seqlen_k) ? keys.first < keys.last : keys.last - keys.first == 1;

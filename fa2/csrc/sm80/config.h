@@ -75,6 +75,8 @@ struct BwdTile {
   // One thread block takes all key tiles of a sequence of at most kWalk queries and keys, one after the
   // other: see BwdShortConfig.
   static constexpr int kWalk = 0;
+  // What the sm90 backward does otherwise, see there.
+  static constexpr bool kSkipsUnseeing = false, kAlternates = false;
 
   // dK and dV leave through K's and V's space.
   static constexpr int kQ_bytes = kBlockM * kHeadDim * 2, kKV_bytes = kBlockN * kHeadDim * 2;

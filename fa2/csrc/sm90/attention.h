@@ -13,4 +13,10 @@ cudaError_t launch_fwd(const FwdParams& params, cudaStream_t stream);
 template <DType kDType, int kHeadDim>
 const void* fwd_function();
 
+template <DType kDType, int kHeadDim>
+cudaError_t launch_bwd(const BwdParams& params, cudaStream_t stream);
+
+template <DType kDType, int kHeadDim>
+const void* bwd_function();
+
 }  // namespace fa2::sm90

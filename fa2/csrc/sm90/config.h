@@ -56,4 +56,58 @@ template <> struct FwdConfig<192> : FwdTile<192, 128, 112, 2, 1> {};  // 216 KB
 template <> struct FwdConfig<256> : FwdTile<256, 128, 80, 2, 1> {};   // 224 KB
 // clang-format on
 
+// Backward: kBlockN / 64 consumer warpgroups, 64 keys each, and one producer. Each consumer makes its keys'
+// S, dP, dV and dK, and its share of dQ: 64 of the queries where there are 128, else about half of the
+// columns.
+template <int kHeadDim_, int kBlockM_, int kBlockN_, int kStages_>
+struct BwdTile {
+  static constexpr int kHeadDim = kHeadDim_, kBlockM = kBlockM_, kBlockN = kBlockN_, kStages = kStages_;
+  static constexpr int kConsumers = kBlockN / 64, kThreads = (kConsumers + 1) * 128;
+  static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
+  using Slab = Slabs<kHeadDim>;
+
+  // What bwd_preprocess.cuh and bwd_convert.cuh ask: rows that see no key are no part of any tile; in the dQ
+  // accumulator the groups of 16 columns change places, two by two, in rows of odd number, so that a warp's
+  // stores of two neighbouring rows meet different banks.
+  static constexpr int kWalk = 0;
+  static constexpr bool kSkipsUnseeing = true, kAlternates = true;
+
+  // A product of dQ is 64 x 64. With 96 columns the second consumer's begins at a slab, 32: a third of it is
+  // made twice and stored once.
+  static constexpr bool kDqByRows = kBlockM == 64 * kConsumers;
+  static constexpr int kDqColumns = 64, kDqStored = kDqByRows ? kHeadDim : kHeadDim / kConsumers;
+  static_assert(kConsumers == 2 && (kDqByRows ? kHeadDim == 64 : kBlockM == 64 && kHeadDim <= 128),
+                "the consumers share dQ");
+
+  static constexpr int kQ_bytes = kBlockM * kHeadDim * 2, kKV_bytes = kBlockN * kHeadDim * 2;
+  static constexpr int kDs_bytes = kBlockM * kBlockN * 2, kDq_bytes = kBlockM * kHeadDim * 4;
+  static constexpr int kRow_bytes = kBlockM * 4;
+  // dK and dV leave through K's and V's space. dS has two buffers: one barrier a step then keeps a consumer
+  // from writing what the other still reads.
+  static constexpr int kK = 0, kV = kK + kKV_bytes, kQ = kV + kKV_bytes, kDo = kQ + kStages * kQ_bytes;
+  static constexpr int kDs = kDo + kStages * kQ_bytes, kDq = kDs + 2 * kDs_bytes;
+  static constexpr int kLse = kDq + kDq_bytes, kDelta = kLse + kStages * kRow_bytes;
+  static constexpr int kWork = kDelta + kStages * kRow_bytes, kWork_bytes = 64;
+  static constexpr int kBarriers = kWork + kWork_bytes;
+
+  struct Barrier {
+    static constexpr int kTileFull = 0, kTileEmpty = 1;  // one work tile is handed out ahead
+    static constexpr int kKFull = 2, kVFull = 3, kKVEmpty = 4, kDqFull = 5, kDqEmpty = 6;
+    static constexpr int kQFull = 7;                   // a stage's Q
+    static constexpr int kDoFull = kQFull + kStages;   // its dO, lse and delta
+    static constexpr int kQEmpty = kDoFull + kStages;  // all of them have been read
+    static constexpr int kCount = kQEmpty + kStages;
+  };
+  static constexpr int kShared_bytes = kBarriers + Barrier::kCount * 8;
+  static_assert(kShared_bytes <= 227 * 1024, "a thread block has 227 KB");
+};
+
+template <int kHeadDim>
+struct BwdConfig;
+// clang-format off
+template <> struct BwdConfig<64> : BwdTile<64, 128, 128, 2> {};   // 194 KB
+template <> struct BwdConfig<96> : BwdTile<96, 64, 128, 2> {};    // 153 KB
+template <> struct BwdConfig<128> : BwdTile<128, 64, 128, 2> {};  // 193 KB
+// clang-format on
+
 }  // namespace fa2::sm90

@@ -28,6 +28,7 @@
 #include "../tile/seqlen.cuh"
 #include "../tile/softmax.cuh"
 #include "config.h"
+#include "pipeline.cuh"
 #include "tensor_map.h"
 
 namespace fa2::sm90 {
@@ -36,12 +37,6 @@ struct FwdArguments {
   FwdParams p;
   CUtensorMap q, k, v, out;
   float key_bytes;  // of one key and its value, shared out over the query heads that use them
-};
-
-// What a tile is, decoded once by the producer.
-struct Work {
-  WorkTile tile;  // block < 0: there is no more
-  int bidb, first_q, first_k, seqlen_q, seqlen_k;
 };
 
 // The key blocks of a tile. A tile that sees no key gets one that lies past every end: it arrives as zeros,
@@ -64,26 +59,6 @@ __device__ __forceinline__ BlockRange own_blocks(const Mask& mask, const Work& w
              ? own
              : BlockRange{all.last - 1, all.last, all.last, all.last};
 }
-
-// A slot of a ring buffer, and the parity of the round.
-template <int kStages>
-struct Slot {
-  int index = 0;
-  uint32_t parity = 0;
-  __device__ __forceinline__ void next() {
-    if (++index == kStages) index = 0, parity ^= 1;
-  }
-};
-
-// Where row 0 of a sequence lies in a tensor map.
-struct Rows {
-  int row, x, y;
-  __device__ __forceinline__ Rows(bool varlen, int bidb, int first, int seqlen)
-      : row(varlen ? kRagged - seqlen : 0), x(varlen ? first + seqlen : bidb), y(varlen ? kRagged : 0) {}
-  __device__ __forceinline__ ptx::Coordinates at(int column, int i, int head) const {
-    return {{column, row + i, head, x, y}};
-  }
-};
 
 template <class Element, class Config>
 __global__ void __launch_bounds__(Config::kThreads, 1) attention_fwd(__grid_constant__ const FwdArguments a) {
@@ -244,7 +219,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1) attention_fwd(__grid_cons
     for (int k = 0; k < kHeadDim / 16; ++k) {
       constexpr int kSteps = Slab::kWidth / 16;
       const int offset = k % kSteps * 32, slab = k / kSteps;
-      ptx::wgmma<Element, false>(
+      ptx::wgmma<Element, false, false>(
           acc_s[0],
           matrix_q + (q_slot.index * Config::kQ_bytes + slab * kBlockM * Slab::kRow_bytes + offset) / 16,
           matrix_k + (k_slot.index * Config::kKV_bytes + slab * kBlockN * Slab::kRow_bytes + offset) / 16,

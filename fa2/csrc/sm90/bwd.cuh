@@ -1,0 +1,542 @@
+// Attention backward on Hopper: persistent thread blocks, each a producer warpgroup and two consumers. A
+// block owns kBlockN keys of one key/value head, and sums dK and dV on chip over all the query heads of its
+// group.
+//
+// clang-format off
+//   producer, a warp each, for each work tile:     consumer warpgroup, 64 keys:
+//     hand the tile to everyone                      wait for K, Q[0];  start S^T = K Q^T
+//     TMA Q[0], dO[0], K, V, then Q[i], dO[i]        for each query block that sees these keys, of each head:
+//     lse and delta of each query block                start dP^T = V dO^T
+//     dQ[i] from shared memory, added to an            wait for S;  P = exp2(S * scale_log2 - lse_log2)
+//       fp32 accumulator in global memory, in          start dV += P^T dO
+//       a fixed order when deterministic               wait for dP;  dS = P * (dP - delta), to shared memory
+//                                                      start dK += dS^T Q
+//                                                      when both consumers have written dS: start dQ = dS K
+//                                                      start the next block's S^T
+//                                                      wait for dQ; hand it to the producer, or write dq
+//                                                        where no other key block sees these queries
+//                                                    dk = dK * scale, dv = dV
+// clang-format on
+//
+// S, P, dP and dS are transposed: an accumulator has the layout of an A operand in registers, so P and dS are
+// used at once for dV and dK. Only dS goes through shared memory, because dQ sums over the keys of both
+// consumers. Before this kernel sm80/bwd_preprocess.cuh has made lse_log2, delta and a zeroed accumulator;
+// after it sm80/bwd_convert.cuh makes the rest of dq.
+// Shapes: Q, dO, dQ kBlockM x kHeadDim; K, V kBlockN x kHeadDim; S^T, dS^T 64 x kBlockM a consumer.
+// Read first: config.h, pipeline.cuh, fwd.cuh.
+#pragma once
+#include "../ptx/global.cuh"
+#include "../ptx/mbarrier.cuh"
+#include "../ptx/shared.cuh"
+#include "../ptx/stmatrix.cuh"
+#include "../ptx/tma.cuh"
+#include "../ptx/warpgroup.cuh"
+#include "../ptx/wgmma.cuh"
+#include "../tile/fragment.cuh"
+#include "../tile/mask.cuh"
+#include "../tile/scheduler.cuh"
+#include "../tile/seqlen.cuh"
+#include "../tile/softmax.cuh"
+#include "config.h"
+#include "pipeline.cuh"
+#include "tensor_map.h"
+
+namespace fa2::sm90 {
+
+struct BwdArguments {
+  BwdParams p;
+  CUtensorMap q, k, v, dout, dk, dv;
+  float query_bytes;  // of one query, its dO and its dQ, of all the heads that share a key head
+};
+
+// A tile of keys. The sequence's queries begin with the first one that sees a key: the rest take no part.
+struct BwdWork : Work {
+  int unseeing;    // queries left out: first_q lies behind them, seqlen_q is without them
+  int first_turn;  // deterministic: number of the sequence's first query block among all
+};
+
+// The query blocks of a tile, over all heads of the group, one after the other.
+template <class Config>
+struct QuerySteps {
+  BlockRange blocks;
+  int left, head, m_block;
+  __device__ __forceinline__ QuerySteps(const Mask& mask, const BwdWork& work, int group)
+      : blocks(mask.query_blocks<Config::kBlockM, Config::kBlockN>(work.tile.block)),
+        left(group * max(0, blocks.last - blocks.first)),
+        head(work.tile.bidh * group),
+        m_block(blocks.first) {}
+  __device__ __forceinline__ void next() {
+    --left;
+    if (++m_block == blocks.last) m_block = blocks.first, ++head;
+  }
+};
+
+// Whether one key block alone sees these queries: it writes their dq.
+template <class Config>
+__device__ __forceinline__ bool writes_dq(const Mask& mask, int m_block, BlockRange* keys) {
+  *keys = mask.key_blocks<Config::kBlockM, Config::kBlockN>(m_block);
+  return keys->last - keys->first == 1;
+}
+
+// Starts S or dP (64 keys x kBlockM queries) = a (64 x kHeadDim) * b^T, both as they lie. kProducts: of so
+// many groups of 16 columns.
+template <class Element, class Config, int kProducts = Config::kHeadDim / 16>
+__device__ __forceinline__ void start_scores(float (&acc)[1][Config::kBlockM / 8][4], uint64_t a,
+                                             uint64_t b) {
+  using Slab = typename Config::Slab;
+  ptx::wgmma_discard(acc);
+  ptx::wgmma_fence();
+#pragma unroll
+  for (int k = 0; k < kProducts; ++k) {
+    constexpr int kSteps = Slab::kWidth / 16;
+    const int offset = k % kSteps * 32, in_slab = k / kSteps;
+    ptx::wgmma<Element, false, false>(
+        acc[0], a + (in_slab * Config::kBlockN * Slab::kRow_bytes + offset) / 16,
+        b + (in_slab * Config::kBlockM * Slab::kRow_bytes + offset) / 16, k > 0);
+  }
+  ptx::wgmma_commit();
+}
+
+// Starts dV or dK (64 keys x kHeadDim) += a (64 keys x kBlockM queries) * b, which lies as [query][column].
+template <class Element, class Config>
+__device__ __forceinline__ void start_sum(float (&acc)[1][Config::kHeadDim / 8][4],
+                                          uint32_t (&a)[1][Config::kBlockM / 16][4], uint64_t b) {
+  ptx::wgmma_pin(acc);
+  ptx::wgmma_pin(a);
+  ptx::wgmma_fence();
+#pragma unroll
+  for (int k = 0; k < Config::kBlockM / 16; ++k)
+    ptx::wgmma<Element, true>(acc[0], a[0][k], b + k * 16 * Config::Slab::kRow_bytes / 16, true);
+  ptx::wgmma_commit();
+}
+
+template <class Element, class Config>
+__global__ void __launch_bounds__(Config::kThreads, 1) attention_bwd(__grid_constant__ const BwdArguments a) {
+  constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN, kHeadDim = Config::kHeadDim;
+  constexpr int kStages = Config::kStages, kConsumers = Config::kConsumers;
+  using Slab = typename Config::Slab;
+  using Barrier = typename Config::Barrier;
+  const BwdParams& p = a.p;
+  const bool varlen = p.cu_seqlens_q != nullptr;
+  const int group = p.nheads_q / p.nheads_kv;
+
+  extern __shared__ __align__(1024) unsigned char shared_memory[];
+  const uint32_t shared = ptx::shared_address(shared_memory);
+  const auto barrier = [&](int index) { return shared + Config::kBarriers + index * 8; };
+  BwdWork* const shared_work = reinterpret_cast<BwdWork*>(shared_memory + Config::kWork);
+  static_assert(sizeof(BwdWork) <= Config::kWork_bytes);
+
+  if (threadIdx.x == 0) {
+    ptx::mbarrier_init(barrier(Barrier::kTileFull), 1);
+    ptx::mbarrier_init(barrier(Barrier::kTileEmpty), kConsumers * 4 + 3);
+    ptx::mbarrier_init(barrier(Barrier::kKFull), 1);
+    ptx::mbarrier_init(barrier(Barrier::kVFull), 1);
+    ptx::mbarrier_init(barrier(Barrier::kKVEmpty), kConsumers);
+    ptx::mbarrier_init(barrier(Barrier::kDqFull), kConsumers * 4);
+    ptx::mbarrier_init(barrier(Barrier::kDqEmpty), 1);
+    for (int i = 0; i < kStages; ++i) {
+      ptx::mbarrier_init(barrier(Barrier::kQFull + i), 1);
+      ptx::mbarrier_init(barrier(Barrier::kDoFull + i), 2);
+      ptx::mbarrier_init(barrier(Barrier::kQEmpty + i), kConsumers * 4);
+    }
+    ptx::fence_mbarrier_init();
+  }
+  __syncthreads();
+
+  const int warpgroup = __shfl_sync(kFullWarp, threadIdx.x / 128, 0);
+  const int warp = __shfl_sync(kFullWarp, threadIdx.x / 32 % 4, 0);
+  const int lane = threadIdx.x % 32;
+  Slot<1> work_slot;
+  Slot<kStages> slot;
+
+  // Every warp reads the tile for itself.
+  const auto next_work = [&] {
+    ptx::mbarrier_wait(barrier(Barrier::kTileFull), work_slot.parity);
+    const BwdWork work = *shared_work;
+    __syncwarp();
+    if (lane == 0) ptx::mbarrier_arrive(barrier(Barrier::kTileEmpty));
+    work_slot.next();
+    return work;
+  };
+  const auto mask_of = [&](const BwdWork& work) {
+    return Mask(work.seqlen_q, work.seqlen_k, p.window_left, p.window_right);
+  };
+
+  if (warpgroup == 0) {
+    ptx::give_registers<Config::kProducerRegisters>();
+    if (warp == 0) {  // hands out the work
+      if (!ptx::elect_one()) return;
+      ptx::wait_for_previous_kernel();
+      const int blocks = (p.seqlen_k + kBlockN - 1) / kBlockN;
+      const int count = varlen ? p.tiles[0] * p.nheads_kv : p.batch * p.nheads_kv * blocks;
+      // As in the forward: few heads side by side, so that what all their tiles read and add to stays in L2.
+      constexpr float kL2_bytes = 32 << 20;
+      const float fitting = kL2_bytes / (a.query_bytes * max(1, varlen ? p.tiles[2] : p.seqlen_q));
+      const int all_heads = varlen ? p.nheads_kv : p.batch * p.nheads_kv;
+      const bool alike = !varlen && p.window_left < 0 && p.window_right < 0;
+      const int heads = alike ? 1 : max(1, static_cast<int>(fminf(fitting, all_heads)));
+      for (;;) {
+        // Also the first one comes from the counter: a tile may wait for the dQ of those before it, so they
+        // must have been taken by blocks that run.
+        const int index = atomicAdd(p.tiles + 1, 1);
+        BwdWork work;
+        work.tile.block = -1;
+        if (index < count) {
+          find_tile(work.tile, index, p, p.nheads_kv, blocks, false, heads);
+          const Sequence sequence(p, work.tile.bidb, false);
+          const Mask mask(sequence.seqlen_q, sequence.seqlen_k, p.window_left, p.window_right);
+          work.bidb = sequence.bidb;
+          work.unseeing = min(mask.first_query(), sequence.seqlen_q);
+          work.first_q = static_cast<int>(sequence.first_q) + work.unseeing;
+          work.first_k = static_cast<int>(sequence.first_k);
+          work.seqlen_q = sequence.seqlen_q - work.unseeing;
+          work.seqlen_k = sequence.seqlen_k;
+          work.first_turn = static_cast<int>(sequence.query_tile(p, work.tile.bidb, kBlockM));
+        }
+        ptx::mbarrier_wait(barrier(Barrier::kTileEmpty), work_slot.parity ^ 1);  // everyone has read the last
+        *shared_work = work;
+        ptx::mbarrier_arrive(barrier(Barrier::kTileFull));
+        work_slot.next();
+        if (work.tile.block < 0) return;
+      }
+    }
+
+    if (warp == 1) {  // loads Q, dO, K, V
+      if (!ptx::elect_one()) return;
+      ptx::tma_prefetch_map(&a.q);
+      ptx::tma_prefetch_map(&a.dout);
+      ptx::tma_prefetch_map(&a.k);
+      ptx::tma_prefetch_map(&a.v);
+      uint32_t kv_parity = 0;
+      const auto load = [&](const CUtensorMap* map, int buffer, int full, int bytes, int block_bytes,
+                            const Rows& rows, int first, int head) {
+        ptx::mbarrier_arrive_expect(barrier(full), bytes);
+#pragma unroll
+        for (int i = 0; i < Slab::kCount; ++i)
+          ptx::tma_load(shared + buffer + i * block_bytes, map, barrier(full),
+                        rows.at(i * Slab::kWidth, first, head));
+      };
+      for (;;) {
+        ptx::mbarrier_wait(barrier(Barrier::kTileFull), work_slot.parity);
+        const BwdWork work = *shared_work;
+        ptx::mbarrier_arrive(barrier(Barrier::kTileEmpty));
+        work_slot.next();
+        if (work.tile.block < 0) return;
+        const Rows rows_q(varlen, work.bidb, work.first_q, work.seqlen_q, work.unseeing);
+        QuerySteps<Config> steps(mask_of(work), work, group);
+        const auto load_queries = [&] {
+          ptx::mbarrier_wait(barrier(Barrier::kQEmpty + slot.index), slot.parity ^ 1);
+          load(&a.q, Config::kQ + slot.index * Config::kQ_bytes, Barrier::kQFull + slot.index,
+               Config::kQ_bytes, kBlockM * Slab::kRow_bytes, rows_q, steps.m_block * kBlockM, steps.head);
+          load(&a.dout, Config::kDo + slot.index * Config::kQ_bytes, Barrier::kDoFull + slot.index,
+               Config::kQ_bytes, kBlockM * Slab::kRow_bytes, rows_q, steps.m_block * kBlockM, steps.head);
+          slot.next();
+          steps.next();
+        };
+        const bool any = steps.left > 0;
+        if (any) load_queries();  // before the last tile's dK and dV have left
+        ptx::mbarrier_wait(barrier(Barrier::kKVEmpty), kv_parity ^ 1);
+        kv_parity ^= 1;
+        if (any) {
+          const Rows rows_k(varlen, work.bidb, work.first_k, work.seqlen_k);
+          const int n_first = work.tile.block * kBlockN;
+          load(&a.k, Config::kK, Barrier::kKFull, Config::kKV_bytes, kBlockN * Slab::kRow_bytes, rows_k,
+               n_first, work.tile.bidh);
+          load(&a.v, Config::kV, Barrier::kVFull, Config::kKV_bytes, kBlockN * Slab::kRow_bytes, rows_k,
+               n_first, work.tile.bidh);
+        }
+#pragma unroll 1
+        while (steps.left > 0) load_queries();
+      }
+    }
+
+    if (warp == 2) {  // loads lse and delta: they begin anywhere, so that no bulk copy can
+      for (;;) {
+        const BwdWork work = next_work();
+        if (work.tile.block < 0) return;
+#pragma unroll 1
+        for (QuerySteps<Config> steps(mask_of(work), work, group); steps.left > 0; steps.next()) {
+          const int64_t first = work.bidb * p.lse_batch + steps.head * p.lse_head + work.first_q;
+          float lse_log2[kBlockM / 32], delta[kBlockM / 32];
+#pragma unroll
+          for (int i = 0; i < kBlockM / 32; ++i) {
+            const int row = steps.m_block * kBlockM + i * 32 + lane;
+            // Past the end: probabilities of 0.
+            lse_log2[i] = row < work.seqlen_q ? p.lse_log2[first + row] : INFINITY;
+            delta[i] = row < work.seqlen_q ? p.delta[first + row] : 0.f;
+          }
+          ptx::mbarrier_wait(barrier(Barrier::kQEmpty + slot.index), slot.parity ^ 1);
+#pragma unroll
+          for (int i = 0; i < kBlockM / 32; ++i) {
+            const uint32_t place = shared + slot.index * Config::kRow_bytes + (i * 32 + lane) * 4;
+            ptx::store_shared_4(place + Config::kLse, __float_as_uint(lse_log2[i]));
+            ptx::store_shared_4(place + Config::kDelta, __float_as_uint(delta[i]));
+          }
+          __syncwarp();
+          if (lane == 0) ptx::mbarrier_arrive(barrier(Barrier::kDoFull + slot.index));
+          slot.next();
+        }
+      }
+    }
+
+    // Warp 3 adds dQ to the accumulator.
+    if (!ptx::elect_one()) return;
+    uint32_t dq_parity = 0;
+    for (;;) {
+      ptx::mbarrier_wait(barrier(Barrier::kTileFull), work_slot.parity);
+      const BwdWork work = *shared_work;
+      ptx::mbarrier_arrive(barrier(Barrier::kTileEmpty));
+      work_slot.next();
+      if (work.tile.block < 0) return;
+      const Mask mask = mask_of(work);
+#pragma unroll 1
+      for (QuerySteps<Config> steps(mask, work, group); steps.left > 0; steps.next()) {
+        BlockRange keys;
+        if (writes_dq<Config>(mask, steps.m_block, &keys)) continue;
+        const int first = steps.m_block * kBlockM;
+        // Key blocks add to a query block in ascending order.
+        int* turn = nullptr;
+        if (p.dq_semaphore != nullptr)
+          turn = p.dq_semaphore + (static_cast<int64_t>(work.first_turn) + steps.m_block) * p.nheads_q +
+                 steps.head;
+        ptx::mbarrier_wait(barrier(Barrier::kDqFull), dq_parity);  // both consumers have written it
+        dq_parity ^= 1;
+        if (turn != nullptr) {
+          while (ptx::load_acquire(turn) != work.tile.block - keys.first) __nanosleep(64);
+          ptx::fence_async_proxy_global();
+        }
+        // Rows past the end are a neighbour's.
+        ptx::bulk_add(
+            p.dq_accum +
+                (work.bidb * p.lse_batch + steps.head * p.lse_head + work.first_q + first) * kHeadDim,
+            shared + Config::kDq, min(kBlockM, work.seqlen_q - first) * kHeadDim * 4);
+        ptx::tma_store_commit();
+        if (turn != nullptr) {
+          ptx::tma_store_wait();
+          ptx::fence_async_proxy_global();
+          __threadfence();  // the additions come before the turn moves on
+          ptx::red_release_add(turn, 1);
+        } else {
+          ptx::tma_store_wait_read();
+        }
+        ptx::mbarrier_arrive(barrier(Barrier::kDqEmpty));
+      }
+    }
+  }
+
+  ptx::take_registers<Config::kConsumerRegisters>();
+  const int consumer = warpgroup - 1;
+  const int warp_row = warp * 16;  // of the consumer's 64
+  const bool leader = warp == 0 && lane == 0;
+  const auto sync_consumers = [&] { ptx::barrier_sync(1, kConsumers * 128); };
+  const auto sync_warpgroup = [&] { ptx::barrier_sync(2 + consumer, 128); };
+
+  // A operands: this consumer's keys of K and V, its dS. B operands: Q and dO, as they lie (for S and dP) and
+  // transposed (for dK and dV), and K transposed.
+  const int own_keys = consumer * 64 * Slab::kRow_bytes;
+  const uint64_t matrix_k = ptx::shared_matrix<Slab::kRow_bytes>(shared + Config::kK + own_keys, 0);
+  const uint64_t matrix_v = ptx::shared_matrix<Slab::kRow_bytes>(shared + Config::kV + own_keys, 0);
+  const uint64_t matrix_q = ptx::shared_matrix<Slab::kRow_bytes>(shared + Config::kQ, 0);
+  const uint64_t matrix_do = ptx::shared_matrix<Slab::kRow_bytes>(shared + Config::kDo, 0);
+  const uint64_t transposed_q =
+      ptx::shared_matrix<Slab::kRow_bytes>(shared + Config::kQ, kBlockM * Slab::kRow_bytes);
+  const uint64_t transposed_do =
+      ptx::shared_matrix<Slab::kRow_bytes>(shared + Config::kDo, kBlockM * Slab::kRow_bytes);
+  // dS lies in slabs of 64 queries, each kBlockN keys of 128 bytes.
+  constexpr int kDsSlab_bytes = kBlockN * 128;
+  const int dq_row = Config::kDqByRows ? consumer * 64 : 0;
+  const int dq_slab = Config::kDqByRows ? 0 : (kHeadDim - Config::kDqColumns) / Slab::kWidth * consumer;
+  const uint64_t transposed_ds =
+      ptx::shared_matrix<128>(shared + Config::kDs + (Config::kDqByRows ? consumer * kDsSlab_bytes : 0), 0);
+  const uint64_t transposed_k = ptx::shared_matrix<Slab::kRow_bytes>(
+      shared + Config::kK + dq_slab * kBlockN * Slab::kRow_bytes, kBlockN * Slab::kRow_bytes);
+
+  float acc_s[1][kBlockM / 8][4], acc_dp[1][kBlockM / 8][4];
+  float acc_dk[1][kHeadDim / 8][4], acc_dv[1][kHeadDim / 8][4];
+  float acc_dq[1][Config::kDqColumns / 8][4];
+  uint32_t p_frag[1][kBlockM / 16][4], ds_frag[1][kBlockM / 16][4];
+
+  const float scale_log2 = p.softmax_scale * 1.4426950408889634f;
+  uint32_t kv_parity = 0, dq_parity = 0;
+  int ds_buffer = 0;
+
+  for (;;) {
+    const BwdWork work = next_work();
+    if (work.tile.block < 0) break;
+    const Mask mask = mask_of(work);
+    QuerySteps<Config> steps(mask, work, group);
+    const int n_first = work.tile.block * kBlockN;
+    const int key = n_first + consumer * 64 + warp_row + lane / 4;  // of this lane's first row
+    clear(acc_dk);
+    clear(acc_dv);
+
+    if (steps.left > 0) {
+      const auto stage_of = [&](uint64_t matrix) { return matrix + slot.index * Config::kQ_bytes / 16; };
+      ptx::mbarrier_wait(barrier(Barrier::kKFull), kv_parity);
+      ptx::mbarrier_wait(barrier(Barrier::kQFull + slot.index), slot.parity);
+      start_scores<Element, Config>(acc_s, matrix_k, stage_of(matrix_q));
+      ptx::mbarrier_wait(barrier(Barrier::kVFull), kv_parity);
+      kv_parity ^= 1;
+      do {
+        const int stage = slot.index;
+        ptx::mbarrier_wait(barrier(Barrier::kDoFull + stage), slot.parity);
+        ptx::wgmma_wait<0>();  // S
+        start_scores<Element, Config>(acc_dp, matrix_v, stage_of(matrix_do));
+
+        const uint32_t row_values = shared + stage * Config::kRow_bytes + lane % 4 * 8;
+        ptx::wgmma_pin(acc_s);
+        const bool masked = !steps.blocks.is_full(steps.m_block);
+        const int query = steps.m_block * kBlockM + lane % 4 * 2;  // of this lane's first column
+        if (masked) mask.apply_transposed<1, 1>(acc_s, key, query, -INFINITY);
+#pragma unroll
+        for (int j = 0; j < kBlockM / 8; ++j) {
+          const float2 lse_log2 = ptx::load_shared_float2(row_values + Config::kLse + j * 32);
+#pragma unroll
+          for (int e = 0; e < 4; ++e) {
+            float& s = acc_s[0][j][e];
+            s = ptx::exp2_approx(fmaf(s, scale_log2, -(e % 2 ? lse_log2.y : lse_log2.x)));
+          }
+        }
+        to_operand<Element>(p_frag, acc_s);
+        start_sum<Element, Config>(acc_dv, p_frag, stage_of(transposed_do));
+
+        ptx::wgmma_wait<1>();
+        ptx::wgmma_pin(acc_dp);
+        // A hidden NaN must not meet P = 0.
+        if (masked) mask.apply_transposed<1, 1>(acc_dp, key, query, 0.f);
+#pragma unroll
+        for (int j = 0; j < kBlockM / 8; ++j) {
+          const float2 delta = ptx::load_shared_float2(row_values + Config::kDelta + j * 32);
+#pragma unroll
+          for (int e = 0; e < 4; ++e)
+            acc_dp[0][j][e] = acc_s[0][j][e] * (acc_dp[0][j][e] - (e % 2 ? delta.y : delta.x));
+        }
+        to_operand<Element>(ds_frag, acc_dp);
+        start_sum<Element, Config>(acc_dk, ds_frag, stage_of(transposed_q));
+
+        const uint32_t sDs = shared + Config::kDs + ds_buffer * Config::kDs_bytes;
+        const uint64_t this_ds = transposed_ds + ds_buffer * Config::kDs_bytes / 16;
+        ds_buffer ^= 1;
+#pragma unroll
+        for (int j = 0; j < kBlockM / 16; ++j)
+          ptx::stmatrix_x4(
+              sDs + j / 4 * kDsSlab_bytes +
+                  Swizzle<64>::offset(consumer * 64 + warp_row + lane % 16, j % 4 * 2 + lane / 16),
+              ds_frag[0][j]);
+        ptx::fence_async_proxy();
+        sync_consumers();  // both have written dS; both have finished with the other buffer
+        ptx::wgmma_wait<1>();  // dV: P's registers are free
+        ptx::wgmma_pin(p_frag);
+        ptx::wgmma_discard(acc_dq);
+        ptx::wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < kBlockN / 16; ++k)
+          ptx::wgmma<Element, true, true>(acc_dq[0], this_ds + k * 16 * 128 / 16,
+                                          transposed_k + k * 16 * Slab::kRow_bytes / 16, k > 0);
+        ptx::wgmma_commit();
+
+        BlockRange keys;
+        const bool direct = writes_dq<Config>(mask, steps.m_block, &keys);
+        const int m_first = steps.m_block * kBlockM, head = steps.head;
+        slot.next();
+        steps.next();
+        // What is in flight must not depend on data: after the last step a piece of a product starts, over
+        // whatever is there, and is dropped.
+        if (steps.left > 0) {
+          ptx::mbarrier_wait(barrier(Barrier::kQFull + slot.index), slot.parity);
+          start_scores<Element, Config>(acc_s, matrix_k, stage_of(matrix_q));
+        } else {
+          start_scores<Element, Config, 1>(acc_s, matrix_k, stage_of(matrix_q));
+        }
+        ptx::wgmma_wait<1>();
+        ptx::wgmma_pin(acc_dq);
+        ptx::wgmma_pin(acc_dk);
+        ptx::wgmma_pin(acc_dv);
+        __syncwarp();  // lse and delta, too, have been read by all lanes
+        if (lane == 0) ptx::mbarrier_arrive(barrier(Barrier::kQEmpty + stage));
+
+        // This lane's rows of dQ are dq_row + warp_row + lane / 4 and the eighth after it; its columns as in
+        // an accumulator, in groups of 16.
+        const int row = dq_row + warp_row + lane / 4;
+        constexpr int kGroups = Config::kDqStored / 16;
+        // The first group that this consumer stores: in dQ's columns, and among those that it has made.
+        const int first_group = Config::kDqByRows ? 0 : consumer * kGroups;
+        // With 96 columns the second consumer has made the groups 2 to 5 and stores 3 to 5.
+        constexpr int kShift = Config::kDqColumns / 16 - kGroups;
+        if (kShift > 0 && consumer > 0)
+#pragma unroll
+          for (int j = 0; j < kGroups * 2; ++j)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) acc_dq[0][j][e] = acc_dq[0][j + 2 * kShift][e];
+        const auto each = [&](auto use) {
+#pragma unroll
+          for (int r = 0; r < 2; ++r)
+#pragma unroll
+            for (int j = 0; j < kGroups; ++j)
+              use(row + r * 8, first_group + j, acc_dq[0][2 * j][r * 2], acc_dq[0][2 * j][r * 2 + 1],
+                  acc_dq[0][2 * j + 1][r * 2], acc_dq[0][2 * j + 1][r * 2 + 1]);
+        };
+        if (direct) {
+          auto* const gDq = static_cast<Element*>(p.dq) + work.bidb * p.dq_strides.batch +
+                            static_cast<int64_t>(work.first_q + m_first) * p.dq_strides.row +
+                            head * p.dq_strides.head;
+          each([&](int r, int j, float x0, float x1, float x2, float x3) {
+            int place;
+            const uint2 values = gather_columns<Element>(place, x0 * p.softmax_scale, x1 * p.softmax_scale,
+                                                         x2 * p.softmax_scale, x3 * p.softmax_scale);
+            if (m_first + r < work.seqlen_q && j * 16 + place < p.headdim)
+              *reinterpret_cast<uint2*>(gDq + r * p.dq_strides.row + j * 16 + place) = values;
+          });
+        } else {
+          ptx::mbarrier_wait(barrier(Barrier::kDqEmpty), dq_parity ^ 1);  // the last one has left
+          dq_parity ^= 1;
+          // Odd rows of the accumulator, see config.h; a lane's two rows are alike.
+          const int odd = (work.first_q + m_first + row) & 1;
+          each([&](int r, int j, float x0, float x1, float x2, float x3) {
+            ptx::store_shared_16(shared + Config::kDq + r * kHeadDim * 4 + (j ^ odd) * 64 + lane % 4 * 16, x0,
+                                 x1, x2, x3);
+          });
+          ptx::fence_async_proxy();
+          __syncwarp();
+          if (lane == 0) ptx::mbarrier_arrive(barrier(Barrier::kDqFull));
+        }
+      } while (steps.left > 0);
+      ptx::wgmma_wait<0>();
+    }
+    sync_consumers();  // both have finished with K
+    using Tile = Swizzle<Slab::kWidth>;
+#pragma unroll
+    for (int j = 0; j < kHeadDim / 16; ++j) {
+      uint32_t dk_frag[4], dv_frag[4];
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const int tile = 2 * j + e / 2, first = e % 2 * 2;
+        dk_frag[e] = ptx::pack<Element>(acc_dk[0][tile][first] * p.softmax_scale,
+                                        acc_dk[0][tile][first + 1] * p.softmax_scale);
+        dv_frag[e] = ptx::pack<Element>(acc_dv[0][tile][first], acc_dv[0][tile][first + 1]);
+      }
+      const uint32_t place =
+          shared + j * 16 / Slab::kWidth * kBlockN * Slab::kRow_bytes +
+          Tile::offset(consumer * 64 + warp_row + lane % 16, j * 16 % Slab::kWidth / 8 + lane / 16);
+      ptx::stmatrix_x4(place + Config::kK, dk_frag);
+      ptx::stmatrix_x4(place + Config::kV, dv_frag);
+    }
+    ptx::fence_async_proxy();
+    sync_warpgroup();
+    if (leader) {
+      const Rows rows_k(varlen, work.bidb, work.first_k, work.seqlen_k);
+#pragma unroll
+      for (int i = 0; i < Slab::kCount; ++i) {
+        const uint32_t slab = shared + i * kBlockN * Slab::kRow_bytes + own_keys;
+        const ptx::Coordinates at = rows_k.at(i * Slab::kWidth, n_first + consumer * 64, work.tile.bidh);
+        ptx::tma_store(&a.dk, slab + Config::kK, at);
+        ptx::tma_store(&a.dv, slab + Config::kV, at);
+      }
+      ptx::tma_store_commit();
+      ptx::tma_store_wait_read();
+      ptx::mbarrier_arrive(barrier(Barrier::kKVEmpty));
+    }
+  }
+}
+
+}  // namespace fa2::sm90

@@ -1,0 +1,31 @@
+// What the launches of the sm90 kernels share.
+#pragma once
+#include "../kernel_launch.cuh"
+#include "../ptx/warpgroup.cuh"
+
+namespace fa2::sm90 {
+
+// A kernel that may start while the one before it ends; it waits for that one's results itself.
+template <class Arguments>
+cudaError_t launch_early(void (*kernel)(Arguments), int blocks, int threads, int shared_bytes,
+                         cudaStream_t stream, const Arguments& arguments) {
+  cudaLaunchAttribute attribute;
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(blocks);
+  config.blockDim = dim3(threads);
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  return cudaLaunchKernelEx(&config, kernel, arguments);
+}
+
+// Dense tiles need no list, only the count of those handed out.
+static __global__ void reset_handed_out(int32_t* tiles) {
+  ptx::let_next_kernel_start();
+  tiles[1] = 0;
+}
+
+}  // namespace fa2::sm90
