@@ -53,21 +53,22 @@ struct BwdArguments {
 struct BwdWork : Work {
   int unseeing;    // queries left out: first_q lies behind them, seqlen_q is without them
   int first_turn;  // deterministic: number of the sequence's first query block among all
+  int steps;       // query blocks, over all heads of the group
+  BlockRange blocks;
+
+  __device__ __forceinline__ Mask mask(const BwdParams& p) const {
+    return Mask(seqlen_q, seqlen_k, p.window_left, p.window_right);
+  }
 };
 
 // The query blocks of a tile, over all heads of the group, one after the other.
-template <class Config>
 struct QuerySteps {
-  BlockRange blocks;
   int left, head, m_block;
-  __device__ __forceinline__ QuerySteps(const Mask& mask, const BwdWork& work, int group)
-      : blocks(mask.query_blocks<Config::kBlockM, Config::kBlockN>(work.tile.block)),
-        left(group * max(0, blocks.last - blocks.first)),
-        head(work.tile.bidh * group),
-        m_block(blocks.first) {}
-  __device__ __forceinline__ void next() {
+  __device__ __forceinline__ QuerySteps(const BwdWork& work, int group)
+      : left(work.steps), head(work.tile.bidh * group), m_block(work.blocks.first) {}
+  __device__ __forceinline__ void next(const BwdWork& work) {
     --left;
-    if (++m_block == blocks.last) m_block = blocks.first, ++head;
+    if (++m_block == work.blocks.last) m_block = work.blocks.first, ++head;
   }
 };
 
@@ -127,8 +128,10 @@ __global__ void __launch_bounds__(Config::kThreads, 1) attention_bwd(__grid_cons
   static_assert(sizeof(BwdWork) <= Config::kWork_bytes);
 
   if (threadIdx.x == 0) {
-    ptx::mbarrier_init(barrier(Barrier::kTileFull), 1);
-    ptx::mbarrier_init(barrier(Barrier::kTileEmpty), kConsumers * 4 + 3);
+    for (int i = 0; i < 2; ++i) {
+      ptx::mbarrier_init(barrier(Barrier::kTileFull + i), 1);
+      ptx::mbarrier_init(barrier(Barrier::kTileEmpty + i), kConsumers * 4 + 3);
+    }
     ptx::mbarrier_init(barrier(Barrier::kKFull), 1);
     ptx::mbarrier_init(barrier(Barrier::kVFull), 1);
     ptx::mbarrier_init(barrier(Barrier::kKVEmpty), kConsumers);
@@ -146,20 +149,17 @@ __global__ void __launch_bounds__(Config::kThreads, 1) attention_bwd(__grid_cons
   const int warpgroup = __shfl_sync(kFullWarp, threadIdx.x / 128, 0);
   const int warp = __shfl_sync(kFullWarp, threadIdx.x / 32 % 4, 0);
   const int lane = threadIdx.x % 32;
-  Slot<1> work_slot;
+  Slot<2> work_slot;
   Slot<kStages> slot;
 
-  // Every warp reads the tile for itself.
-  const auto next_work = [&] {
-    ptx::mbarrier_wait(barrier(Barrier::kTileFull), work_slot.parity);
-    const BwdWork work = *shared_work;
-    __syncwarp();
-    if (lane == 0) ptx::mbarrier_arrive(barrier(Barrier::kTileEmpty));
-    work_slot.next();
-    return work;
+  // The tile stays in shared memory, and is read there, until all have ended it.
+  const auto next_work = [&]() -> const BwdWork& {
+    ptx::mbarrier_wait(barrier(Barrier::kTileFull + work_slot.index), work_slot.parity);
+    return shared_work[work_slot.index];
   };
-  const auto mask_of = [&](const BwdWork& work) {
-    return Mask(work.seqlen_q, work.seqlen_k, p.window_left, p.window_right);
+  const auto end_work = [&] {
+    ptx::mbarrier_arrive(barrier(Barrier::kTileEmpty + work_slot.index));
+    work_slot.next();
   };
 
   if (warpgroup == 0) {
@@ -192,10 +192,13 @@ __global__ void __launch_bounds__(Config::kThreads, 1) attention_bwd(__grid_cons
           work.seqlen_q = sequence.seqlen_q - work.unseeing;
           work.seqlen_k = sequence.seqlen_k;
           work.first_turn = static_cast<int>(sequence.query_tile(p, work.tile.bidb, kBlockM));
+          work.blocks = work.mask(p).template query_blocks<kBlockM, kBlockN>(work.tile.block);
+          work.steps = group * max(0, work.blocks.last - work.blocks.first);
         }
-        ptx::mbarrier_wait(barrier(Barrier::kTileEmpty), work_slot.parity ^ 1);  // everyone has read the last
-        *shared_work = work;
-        ptx::mbarrier_arrive(barrier(Barrier::kTileFull));
+        // Everyone has ended the tile before the last.
+        ptx::mbarrier_wait(barrier(Barrier::kTileEmpty + work_slot.index), work_slot.parity ^ 1);
+        shared_work[work_slot.index] = work;
+        ptx::mbarrier_arrive(barrier(Barrier::kTileFull + work_slot.index));
         work_slot.next();
         if (work.tile.block < 0) return;
       }
@@ -217,13 +220,10 @@ __global__ void __launch_bounds__(Config::kThreads, 1) attention_bwd(__grid_cons
                         rows.at(i * Slab::kWidth, first, head));
       };
       for (;;) {
-        ptx::mbarrier_wait(barrier(Barrier::kTileFull), work_slot.parity);
-        const BwdWork work = *shared_work;
-        ptx::mbarrier_arrive(barrier(Barrier::kTileEmpty));
-        work_slot.next();
+        const BwdWork& work = next_work();
         if (work.tile.block < 0) return;
         const Rows rows_q(varlen, work.bidb, work.first_q, work.seqlen_q, work.unseeing);
-        QuerySteps<Config> steps(mask_of(work), work, group);
+        QuerySteps steps(work, group);
         const auto load_queries = [&] {
           ptx::mbarrier_wait(barrier(Barrier::kQEmpty + slot.index), slot.parity ^ 1);
           load(&a.q, Config::kQ + slot.index * Config::kQ_bytes, Barrier::kQFull + slot.index,
@@ -231,7 +231,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1) attention_bwd(__grid_cons
           load(&a.dout, Config::kDo + slot.index * Config::kQ_bytes, Barrier::kDoFull + slot.index,
                Config::kQ_bytes, kBlockM * Slab::kRow_bytes, rows_q, steps.m_block * kBlockM, steps.head);
           slot.next();
-          steps.next();
+          steps.next(work);
         };
         const bool any = steps.left > 0;
         if (any) load_queries();  // before the last tile's dK and dV have left
@@ -247,15 +247,16 @@ __global__ void __launch_bounds__(Config::kThreads, 1) attention_bwd(__grid_cons
         }
 #pragma unroll 1
         while (steps.left > 0) load_queries();
+        end_work();
       }
     }
 
     if (warp == 2) {  // loads lse and delta: they begin anywhere, so that no bulk copy can
       for (;;) {
-        const BwdWork work = next_work();
+        const BwdWork& work = next_work();
         if (work.tile.block < 0) return;
 #pragma unroll 1
-        for (QuerySteps<Config> steps(mask_of(work), work, group); steps.left > 0; steps.next()) {
+        for (QuerySteps steps(work, group); steps.left > 0; steps.next(work)) {
           const int64_t first = work.bidb * p.lse_batch + steps.head * p.lse_head + work.first_q;
           float lse_log2[kBlockM / 32], delta[kBlockM / 32];
 #pragma unroll
@@ -276,6 +277,9 @@ __global__ void __launch_bounds__(Config::kThreads, 1) attention_bwd(__grid_cons
           if (lane == 0) ptx::mbarrier_arrive(barrier(Barrier::kDoFull + slot.index));
           slot.next();
         }
+        __syncwarp();
+        if (lane == 0) ptx::mbarrier_arrive(barrier(Barrier::kTileEmpty + work_slot.index));
+        work_slot.next();
       }
     }
 
@@ -283,16 +287,12 @@ __global__ void __launch_bounds__(Config::kThreads, 1) attention_bwd(__grid_cons
     if (!ptx::elect_one()) return;
     uint32_t dq_parity = 0;
     for (;;) {
-      ptx::mbarrier_wait(barrier(Barrier::kTileFull), work_slot.parity);
-      const BwdWork work = *shared_work;
-      ptx::mbarrier_arrive(barrier(Barrier::kTileEmpty));
-      work_slot.next();
+      const BwdWork& work = next_work();
       if (work.tile.block < 0) return;
-      const Mask mask = mask_of(work);
 #pragma unroll 1
-      for (QuerySteps<Config> steps(mask, work, group); steps.left > 0; steps.next()) {
+      for (QuerySteps steps(work, group); steps.left > 0; steps.next(work)) {
         BlockRange keys;
-        if (writes_dq<Config>(mask, steps.m_block, &keys)) continue;
+        if (writes_dq<Config>(work.mask(p), steps.m_block, &keys)) continue;
         const int first = steps.m_block * kBlockM;
         // Key blocks add to a query block in ascending order.
         int* turn = nullptr;
@@ -321,6 +321,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1) attention_bwd(__grid_cons
         }
         ptx::mbarrier_arrive(barrier(Barrier::kDqEmpty));
       }
+      end_work();
     }
   }
 
@@ -361,12 +362,9 @@ __global__ void __launch_bounds__(Config::kThreads, 1) attention_bwd(__grid_cons
   int ds_buffer = 0;
 
   for (;;) {
-    const BwdWork work = next_work();
+    const BwdWork& work = next_work();
     if (work.tile.block < 0) break;
-    const Mask mask = mask_of(work);
-    QuerySteps<Config> steps(mask, work, group);
-    const int n_first = work.tile.block * kBlockN;
-    const int key = n_first + consumer * 64 + warp_row + lane / 4;  // of this lane's first row
+    QuerySteps steps(work, group);
     clear(acc_dk);
     clear(acc_dv);
 
@@ -385,9 +383,13 @@ __global__ void __launch_bounds__(Config::kThreads, 1) attention_bwd(__grid_cons
 
         const uint32_t row_values = shared + stage * Config::kRow_bytes + lane % 4 * 8;
         ptx::wgmma_pin(acc_s);
-        const bool masked = !steps.blocks.is_full(steps.m_block);
-        const int query = steps.m_block * kBlockM + lane % 4 * 2;  // of this lane's first column
-        if (masked) mask.apply_transposed<1, 1>(acc_s, key, query, -INFINITY);
+        const bool masked = !work.blocks.is_full(steps.m_block);
+        const auto hide = [&](float (&acc)[1][kBlockM / 8][4], float hidden) {
+          const int key = work.tile.block * kBlockN + consumer * 64 + warp_row + lane / 4;
+          work.mask(p).template apply_transposed<1, 1>(acc, key, steps.m_block * kBlockM + lane % 4 * 2,
+                                                       hidden);
+        };
+        if (masked) hide(acc_s, -INFINITY);
 #pragma unroll
         for (int j = 0; j < kBlockM / 8; ++j) {
           const float2 lse_log2 = ptx::load_shared_float2(row_values + Config::kLse + j * 32);
@@ -403,7 +405,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1) attention_bwd(__grid_cons
         ptx::wgmma_wait<1>();
         ptx::wgmma_pin(acc_dp);
         // A hidden NaN must not meet P = 0.
-        if (masked) mask.apply_transposed<1, 1>(acc_dp, key, query, 0.f);
+        if (masked) hide(acc_dp, 0.f);
 #pragma unroll
         for (int j = 0; j < kBlockM / 8; ++j) {
           const float2 delta = ptx::load_shared_float2(row_values + Config::kDelta + j * 32);
@@ -424,7 +426,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1) attention_bwd(__grid_cons
                   Swizzle<64>::offset(consumer * 64 + warp_row + lane % 16, j % 4 * 2 + lane / 16),
               ds_frag[0][j]);
         ptx::fence_async_proxy();
-        sync_consumers();  // both have written dS; both have finished with the other buffer
+        sync_consumers();      // both have written dS; both have finished with the other buffer
         ptx::wgmma_wait<1>();  // dV: P's registers are free
         ptx::wgmma_pin(p_frag);
         ptx::wgmma_discard(acc_dq);
@@ -436,10 +438,10 @@ __global__ void __launch_bounds__(Config::kThreads, 1) attention_bwd(__grid_cons
         ptx::wgmma_commit();
 
         BlockRange keys;
-        const bool direct = writes_dq<Config>(mask, steps.m_block, &keys);
+        const bool direct = writes_dq<Config>(work.mask(p), steps.m_block, &keys);
         const int m_first = steps.m_block * kBlockM, head = steps.head;
         slot.next();
-        steps.next();
+        steps.next(work);
         // What is in flight must not depend on data: after the last step a piece of a product starts, over
         // whatever is there, and is dropped.
         if (steps.left > 0) {
@@ -528,7 +530,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1) attention_bwd(__grid_cons
 #pragma unroll
       for (int i = 0; i < Slab::kCount; ++i) {
         const uint32_t slab = shared + i * kBlockN * Slab::kRow_bytes + own_keys;
-        const ptx::Coordinates at = rows_k.at(i * Slab::kWidth, n_first + consumer * 64, work.tile.bidh);
+        const ptx::Coordinates at =
+            rows_k.at(i * Slab::kWidth, work.tile.block * kBlockN + consumer * 64, work.tile.bidh);
         ptx::tma_store(&a.dk, slab + Config::kK, at);
         ptx::tma_store(&a.dv, slab + Config::kV, at);
       }
@@ -536,6 +539,9 @@ __global__ void __launch_bounds__(Config::kThreads, 1) attention_bwd(__grid_cons
       ptx::tma_store_wait_read();
       ptx::mbarrier_arrive(barrier(Barrier::kKVEmpty));
     }
+    __syncwarp();
+    if (lane == 0) ptx::mbarrier_arrive(barrier(Barrier::kTileEmpty + work_slot.index));
+    work_slot.next();
   }
 }
 

@@ -88,12 +88,13 @@ struct BwdTile {
   static constexpr int kDs = kDo + kStages * kQ_bytes, kDq = kDs + 2 * kDs_bytes;
   static constexpr int kLse = kDq + kDq_bytes, kDelta = kLse + kStages * kRow_bytes;
   static constexpr int kWork = kDelta + kStages * kRow_bytes, kWork_bytes = 64;
-  static constexpr int kBarriers = kWork + kWork_bytes;
+  static constexpr int kBarriers = kWork + 2 * kWork_bytes;
 
   struct Barrier {
-    static constexpr int kTileFull = 0, kTileEmpty = 1;  // one work tile is handed out ahead
-    static constexpr int kKFull = 2, kVFull = 3, kKVEmpty = 4, kDqFull = 5, kDqEmpty = 6;
-    static constexpr int kQFull = 7;                   // a stage's Q
+    static constexpr int kTileFull = 0,
+                         kTileEmpty = 2;  // one work tile is handed out ahead of the current one
+    static constexpr int kKFull = 4, kVFull = 5, kKVEmpty = 6, kDqFull = 7, kDqEmpty = 8;
+    static constexpr int kQFull = 9;                   // a stage's Q
     static constexpr int kDoFull = kQFull + kStages;   // its dO, lse and delta
     static constexpr int kQEmpty = kDoFull + kStages;  // all of them have been read
     static constexpr int kCount = kQEmpty + kStages;
