@@ -37,79 +37,11 @@
 #include "../tile/scheduler.cuh"
 #include "../tile/seqlen.cuh"
 #include "../tile/softmax.cuh"
+#include "bwd_parts.cuh"
 #include "config.h"
 #include "pipeline.cuh"
-#include "tensor_map.h"
 
 namespace fa2::sm90 {
-
-struct BwdArguments {
-  BwdParams p;
-  CUtensorMap q, k, v, dout, dk, dv;
-  float query_bytes;  // of one query, its dO and its dQ, of all the heads that share a key head
-};
-
-// A tile of keys. The sequence's queries begin with the first one that sees a key: the rest take no part.
-struct BwdWork : Work {
-  int unseeing;    // queries left out: first_q lies behind them, seqlen_q is without them
-  int first_turn;  // deterministic: number of the sequence's first query block among all
-  int steps;       // query blocks, over all heads of the group
-  BlockRange blocks;
-
-  __device__ __forceinline__ Mask mask(const BwdParams& p) const {
-    return Mask(seqlen_q, seqlen_k, p.window_left, p.window_right);
-  }
-};
-
-// The query blocks of a tile, over all heads of the group, one after the other.
-struct QuerySteps {
-  int left, head, m_block;
-  __device__ __forceinline__ QuerySteps(const BwdWork& work, int group)
-      : left(work.steps), head(work.tile.bidh * group), m_block(work.blocks.first) {}
-  __device__ __forceinline__ void next(const BwdWork& work) {
-    --left;
-    if (++m_block == work.blocks.last) m_block = work.blocks.first, ++head;
-  }
-};
-
-// Whether one key block alone sees these queries: it writes their dq.
-template <class Config>
-__device__ __forceinline__ bool writes_dq(const Mask& mask, int m_block, BlockRange* keys) {
-  *keys = mask.key_blocks<Config::kBlockM, Config::kBlockN>(m_block);
-  return keys->last - keys->first == 1;
-}
-
-// Starts S or dP (64 keys x kBlockM queries) = a (64 x kHeadDim) * b^T, both as they lie. kProducts: of so
-// many groups of 16 columns.
-template <class Element, class Config, int kProducts = Config::kHeadDim / 16>
-__device__ __forceinline__ void start_scores(float (&acc)[1][Config::kBlockM / 8][4], uint64_t a,
-                                             uint64_t b) {
-  using Slab = typename Config::Slab;
-  ptx::wgmma_discard(acc);
-  ptx::wgmma_fence();
-#pragma unroll
-  for (int k = 0; k < kProducts; ++k) {
-    constexpr int kSteps = Slab::kWidth / 16;
-    const int offset = k % kSteps * 32, in_slab = k / kSteps;
-    ptx::wgmma<Element, false, false>(
-        acc[0], a + (in_slab * Config::kBlockN * Slab::kRow_bytes + offset) / 16,
-        b + (in_slab * Config::kBlockM * Slab::kRow_bytes + offset) / 16, k > 0);
-  }
-  ptx::wgmma_commit();
-}
-
-// Starts dV or dK (64 keys x kHeadDim) += a (64 keys x kBlockM queries) * b, which lies as [query][column].
-template <class Element, class Config>
-__device__ __forceinline__ void start_sum(float (&acc)[1][Config::kHeadDim / 8][4],
-                                          uint32_t (&a)[1][Config::kBlockM / 16][4], uint64_t b) {
-  ptx::wgmma_pin(acc);
-  ptx::wgmma_pin(a);
-  ptx::wgmma_fence();
-#pragma unroll
-  for (int k = 0; k < Config::kBlockM / 16; ++k)
-    ptx::wgmma<Element, true>(acc[0], a[0][k], b + k * 16 * Config::Slab::kRow_bytes / 16, true);
-  ptx::wgmma_commit();
-}
 
 template <class Element, class Config>
 __global__ void __launch_bounds__(Config::kThreads, 1) attention_bwd(__grid_constant__ const BwdArguments a) {
@@ -167,34 +99,11 @@ __global__ void __launch_bounds__(Config::kThreads, 1) attention_bwd(__grid_cons
     if (warp == 0) {  // hands out the work
       if (!ptx::elect_one()) return;
       ptx::wait_for_previous_kernel();
-      const int blocks = (p.seqlen_k + kBlockN - 1) / kBlockN;
-      const int count = varlen ? p.tiles[0] * p.nheads_kv : p.batch * p.nheads_kv * blocks;
-      // As in the forward: few heads side by side, so that what all their tiles read and add to stays in L2.
-      constexpr float kL2_bytes = 32 << 20;
-      const float fitting = kL2_bytes / (a.query_bytes * max(1, varlen ? p.tiles[2] : p.seqlen_q));
-      const int all_heads = varlen ? p.nheads_kv : p.batch * p.nheads_kv;
-      const bool alike = !varlen && p.window_left < 0 && p.window_right < 0;
-      const int heads = alike ? 1 : max(1, static_cast<int>(fminf(fitting, all_heads)));
+      const int heads = heads_side_by_side(a);
       for (;;) {
         // Also the first one comes from the counter: a tile may wait for the dQ of those before it, so they
         // must have been taken by blocks that run.
-        const int index = atomicAdd(p.tiles + 1, 1);
-        BwdWork work;
-        work.tile.block = -1;
-        if (index < count) {
-          find_tile(work.tile, index, p, p.nheads_kv, blocks, false, heads);
-          const Sequence sequence(p, work.tile.bidb, false);
-          const Mask mask(sequence.seqlen_q, sequence.seqlen_k, p.window_left, p.window_right);
-          work.bidb = sequence.bidb;
-          work.unseeing = min(mask.first_query(), sequence.seqlen_q);
-          work.first_q = static_cast<int>(sequence.first_q) + work.unseeing;
-          work.first_k = static_cast<int>(sequence.first_k);
-          work.seqlen_q = sequence.seqlen_q - work.unseeing;
-          work.seqlen_k = sequence.seqlen_k;
-          work.first_turn = static_cast<int>(sequence.query_tile(p, work.tile.bidb, kBlockM));
-          work.blocks = work.mask(p).template query_blocks<kBlockM, kBlockN>(work.tile.block);
-          work.steps = group * max(0, work.blocks.last - work.blocks.first);
-        }
+        const BwdWork work = decode<kBlockM, kBlockN>(p, atomicAdd(p.tiles + 1, 1), heads);
         // Everyone has ended the tile before the last.
         ptx::mbarrier_wait(barrier(Barrier::kTileEmpty + work_slot.index), work_slot.parity ^ 1);
         shared_work[work_slot.index] = work;
@@ -251,28 +160,16 @@ __global__ void __launch_bounds__(Config::kThreads, 1) attention_bwd(__grid_cons
       }
     }
 
-    if (warp == 2) {  // loads lse and delta: they begin anywhere, so that no bulk copy can
+    if (warp == 2) {  // loads lse and delta
       for (;;) {
         const BwdWork& work = next_work();
         if (work.tile.block < 0) return;
 #pragma unroll 1
         for (QuerySteps steps(work, group); steps.left > 0; steps.next(work)) {
-          const int64_t first = work.bidb * p.lse_batch + steps.head * p.lse_head + work.first_q;
-          float lse_log2[kBlockM / 32], delta[kBlockM / 32];
-#pragma unroll
-          for (int i = 0; i < kBlockM / 32; ++i) {
-            const int row = steps.m_block * kBlockM + i * 32 + lane;
-            // Past the end: probabilities of 0.
-            lse_log2[i] = row < work.seqlen_q ? p.lse_log2[first + row] : INFINITY;
-            delta[i] = row < work.seqlen_q ? p.delta[first + row] : 0.f;
-          }
+          const RowValues<kBlockM> values(p, work, steps, lane);
           ptx::mbarrier_wait(barrier(Barrier::kQEmpty + slot.index), slot.parity ^ 1);
-#pragma unroll
-          for (int i = 0; i < kBlockM / 32; ++i) {
-            const uint32_t place = shared + slot.index * Config::kRow_bytes + (i * 32 + lane) * 4;
-            ptx::store_shared_4(place + Config::kLse, __float_as_uint(lse_log2[i]));
-            ptx::store_shared_4(place + Config::kDelta, __float_as_uint(delta[i]));
-          }
+          const uint32_t place = shared + slot.index * Config::kRow_bytes;
+          values.store(place + Config::kLse, place + Config::kDelta, lane);
           __syncwarp();
           if (lane == 0) ptx::mbarrier_arrive(barrier(Barrier::kDoFull + slot.index));
           slot.next();
@@ -292,7 +189,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1) attention_bwd(__grid_cons
 #pragma unroll 1
       for (QuerySteps steps(work, group); steps.left > 0; steps.next(work)) {
         BlockRange keys;
-        if (writes_dq<Config>(work.mask(p), steps.m_block, &keys)) continue;
+        if (writes_dq<kBlockM, kBlockN>(work.mask(p), steps.m_block, &keys)) continue;
         const int first = steps.m_block * kBlockM;
         // Key blocks add to a query block in ascending order.
         int* turn = nullptr;
@@ -372,14 +269,14 @@ __global__ void __launch_bounds__(Config::kThreads, 1) attention_bwd(__grid_cons
       const auto stage_of = [&](uint64_t matrix) { return matrix + slot.index * Config::kQ_bytes / 16; };
       ptx::mbarrier_wait(barrier(Barrier::kKFull), kv_parity);
       ptx::mbarrier_wait(barrier(Barrier::kQFull + slot.index), slot.parity);
-      start_scores<Element, Config>(acc_s, matrix_k, stage_of(matrix_q));
+      start_scores<Element, Slab, kBlockN, kBlockM, kHeadDim / 16>(acc_s, matrix_k, stage_of(matrix_q));
       ptx::mbarrier_wait(barrier(Barrier::kVFull), kv_parity);
       kv_parity ^= 1;
       do {
         const int stage = slot.index;
         ptx::mbarrier_wait(barrier(Barrier::kDoFull + stage), slot.parity);
         ptx::wgmma_wait<0>();  // S
-        start_scores<Element, Config>(acc_dp, matrix_v, stage_of(matrix_do));
+        start_scores<Element, Slab, kBlockN, kBlockM, kHeadDim / 16>(acc_dp, matrix_v, stage_of(matrix_do));
 
         const uint32_t row_values = shared + stage * Config::kRow_bytes + lane % 4 * 8;
         ptx::wgmma_pin(acc_s);
@@ -390,17 +287,9 @@ __global__ void __launch_bounds__(Config::kThreads, 1) attention_bwd(__grid_cons
                                                        hidden);
         };
         if (masked) hide(acc_s, -INFINITY);
-#pragma unroll
-        for (int j = 0; j < kBlockM / 8; ++j) {
-          const float2 lse_log2 = ptx::load_shared_float2(row_values + Config::kLse + j * 32);
-#pragma unroll
-          for (int e = 0; e < 4; ++e) {
-            float& s = acc_s[0][j][e];
-            s = ptx::exp2_approx(fmaf(s, scale_log2, -(e % 2 ? lse_log2.y : lse_log2.x)));
-          }
-        }
+        probabilities(acc_s, row_values + Config::kLse, scale_log2);
         to_operand<Element>(p_frag, acc_s);
-        start_sum<Element, Config>(acc_dv, p_frag, stage_of(transposed_do));
+        start_sum<Element, Slab>(acc_dv, p_frag, stage_of(transposed_do));
 
         ptx::wgmma_wait<1>();
         ptx::wgmma_pin(acc_dp);
@@ -414,7 +303,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1) attention_bwd(__grid_cons
             acc_dp[0][j][e] = acc_s[0][j][e] * (acc_dp[0][j][e] - (e % 2 ? delta.y : delta.x));
         }
         to_operand<Element>(ds_frag, acc_dp);
-        start_sum<Element, Config>(acc_dk, ds_frag, stage_of(transposed_q));
+        start_sum<Element, Slab>(acc_dk, ds_frag, stage_of(transposed_q));
 
         const uint32_t sDs = shared + Config::kDs + ds_buffer * Config::kDs_bytes;
         const uint64_t this_ds = transposed_ds + ds_buffer * Config::kDs_bytes / 16;
@@ -438,7 +327,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1) attention_bwd(__grid_cons
         ptx::wgmma_commit();
 
         BlockRange keys;
-        const bool direct = writes_dq<Config>(work.mask(p), steps.m_block, &keys);
+        const bool direct = writes_dq<kBlockM, kBlockN>(work.mask(p), steps.m_block, &keys);
         const int m_first = steps.m_block * kBlockM, head = steps.head;
         slot.next();
         steps.next(work);
@@ -446,9 +335,9 @@ __global__ void __launch_bounds__(Config::kThreads, 1) attention_bwd(__grid_cons
         // whatever is there, and is dropped.
         if (steps.left > 0) {
           ptx::mbarrier_wait(barrier(Barrier::kQFull + slot.index), slot.parity);
-          start_scores<Element, Config>(acc_s, matrix_k, stage_of(matrix_q));
+          start_scores<Element, Slab, kBlockN, kBlockM, kHeadDim / 16>(acc_s, matrix_k, stage_of(matrix_q));
         } else {
-          start_scores<Element, Config, 1>(acc_s, matrix_k, stage_of(matrix_q));
+          start_scores<Element, Slab, kBlockN, kBlockM, 1>(acc_s, matrix_k, stage_of(matrix_q));
         }
         ptx::wgmma_wait<1>();
         ptx::wgmma_pin(acc_dq);

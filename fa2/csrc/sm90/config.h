@@ -101,6 +101,58 @@ struct BwdTile {
   };
   static constexpr int kShared_bytes = kBarriers + Barrier::kCount * 8;
   static_assert(kShared_bytes <= 227 * 1024, "a thread block has 227 KB");
+
+  // Rows of a copy of Q or dO, of K or V.
+  static constexpr int kQueryBox = kBlockM, kKeyBox = kBlockN, kCluster = 1;
+};
+
+// Backward of the wide headdims: two thread blocks, a cluster, share a tile of 128 keys, 64 each, and each
+// adds up half of dQ's columns over all of them. In a block one consumer makes P and dV, the other dS and dK.
+template <int kHeadDim_>
+struct BwdPairTile {
+  static constexpr int kHeadDim = kHeadDim_, kBlockM = 64, kBlockN = 128, kStages = 2;
+  static constexpr int kThreads = 3 * 128, kCluster = 2, kKeys = 64;
+  static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
+  // Half of the columns are whole slabs.
+  struct Slab {
+    static constexpr int kWidth = kHeadDim % 128 == 0 ? 64 : 32, kCount = kHeadDim / kWidth,
+                         kRow_bytes = kWidth * 2;
+  };
+  static constexpr int kWalk = 0;
+  static constexpr bool kSkipsUnseeing = true, kAlternates = false;
+
+  // Of the block's half of dQ, the first consumer makes 64 columns and the second the rest.
+  static constexpr int kHalf = kHeadDim / 2, kDqFirst = 64, kDqSecond = kHalf - kDqFirst;
+  static_assert(kHalf % Slab::kWidth == 0 && kDqSecond % Slab::kWidth == 0 && kDqSecond > 0,
+                "halves in slabs");
+
+  static constexpr int kQ_bytes = kBlockM * kHeadDim * 2, kKV_bytes = kKeys * kHeadDim * 2;
+  static constexpr int kOther_bytes = kKeys * kHalf * 2, kDs_bytes = kBlockM * kKeys * 2;
+  static constexpr int kRow_bytes = kBlockM * 4;
+  // Other: of the other block's keys, K in this block's half of dQ's columns. P takes dS's place until dS is
+  // made.
+  static constexpr int kK = 0, kV = kK + kKV_bytes, kOther = kV + kKV_bytes, kQ = kOther + kOther_bytes;
+  static constexpr int kDo = kQ + kStages * kQ_bytes, kDs = kDo + kStages * kQ_bytes,
+                       kOtherDs = kDs + kDs_bytes;
+  static constexpr int kLse = kOtherDs + kDs_bytes, kDelta = kLse + kStages * kRow_bytes;
+  static constexpr int kWork = kDelta + kStages * kRow_bytes, kWork_bytes = 64;
+  static constexpr int kBarriers = kWork + 2 * kWork_bytes;
+
+  struct Barrier {
+    static constexpr int kTileFull = 0,
+                         kTileEmpty = 2;          // one tile ahead; empty: of both blocks, in the first
+    static constexpr int kKFull = 4, kVFull = 5;  // with V the other block's K
+    static constexpr int kKVEmpty = 6;
+    static constexpr int kPFull = 7, kDsFull = 8;  // in the one place
+    static constexpr int kOtherFull = 9;           // the other block's dS has arrived
+    static constexpr int kDsEmpty = 10;            // dS has been read, here and in the other block
+    static constexpr int kQFull = 11, kDoFull = kQFull + kStages;
+    static constexpr int kQEmpty = kDoFull + kStages;  // read in both blocks, because copies go to both
+    static constexpr int kCount = kQEmpty + kStages;
+  };
+  static constexpr int kShared_bytes = kBarriers + Barrier::kCount * 8;
+  static_assert(kShared_bytes <= 227 * 1024, "a thread block has 227 KB");
+  static constexpr int kQueryBox = kBlockM / kCluster, kKeyBox = kKeys;
 };
 
 template <int kHeadDim>
@@ -109,6 +161,8 @@ struct BwdConfig;
 template <> struct BwdConfig<64> : BwdTile<64, 128, 128, 2> {};   // 194 KB
 template <> struct BwdConfig<96> : BwdTile<96, 64, 128, 2> {};    // 153 KB
 template <> struct BwdConfig<128> : BwdTile<128, 64, 128, 2> {};  // 193 KB
+template <> struct BwdConfig<192> : BwdPairTile<192> {};          // 174 KB
+template <> struct BwdConfig<256> : BwdPairTile<256> {};          // 226 KB
 // clang-format on
 
 }  // namespace fa2::sm90

@@ -5,20 +5,24 @@
 
 namespace fa2::sm90 {
 
-// A kernel that may start while the one before it ends; it waits for that one's results itself.
+// A kernel that may start while the one before it ends; it waits for that one's results itself. `cluster` of
+// its blocks, one after the other, run together.
 template <class Arguments>
 cudaError_t launch_early(void (*kernel)(Arguments), int blocks, int threads, int shared_bytes,
-                         cudaStream_t stream, const Arguments& arguments) {
-  cudaLaunchAttribute attribute;
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
+                         cudaStream_t stream, const Arguments& arguments, int cluster = 1) {
+  cudaLaunchAttribute attributes[2];
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim.x = cluster;
+  attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(blocks);
   config.blockDim = dim3(threads);
   config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = 1;
+  config.attrs = attributes;
+  config.numAttrs = cluster == 1 ? 1 : 2;
   return cudaLaunchKernelEx(&config, kernel, arguments);
 }
 

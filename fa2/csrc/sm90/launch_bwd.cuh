@@ -9,16 +9,27 @@
 #include "../tile/schedule.cuh"
 #include "attention.h"
 #include "bwd.cuh"
+#include "bwd_pair.cuh"
 #include "launch.cuh"
 
 namespace fa2::sm90 {
 
+template <class Element, class Config>
+constexpr auto bwd_kernel() {
+  if constexpr (Config::kCluster == 1) {
+    return attention_bwd<Element, Config>;
+  } else {
+    return attention_bwd_pair<Element, Config>;
+  }
+}
+
 // dK, dV and what is added to dQ, of all tiles of keys.
 template <class Element, class Config>
 cudaError_t launch_bwd_tiles(const BwdParams& p, cudaStream_t stream) {
-  constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN, kHeadDim = Config::kHeadDim;
+  constexpr int kBlockN = Config::kBlockN, kCluster = Config::kCluster;
+  constexpr auto kernel = bwd_kernel<Element, Config>();
   static std::atomic<uint64_t> devices;
-  cudaError_t error = allow_shared_memory(attention_bwd<Element, Config>, Config::kShared_bytes, devices);
+  cudaError_t error = allow_shared_memory(kernel, Config::kShared_bytes, devices);
   int sms = 0;
   if (error == cudaSuccess) error = multiprocessors(&sms);
   if (error != cudaSuccess) return error;
@@ -37,8 +48,9 @@ cudaError_t launch_bwd_tiles(const BwdParams& p, cudaStream_t stream) {
   constexpr int kWidth = Config::Slab::kWidth;
   // Without a single query nothing is read of q and dout: any address will do.
   const bool queries = rows_q > 0;
-  const TensorMapShape shape_q = {p.headdim, queries ? rows_q : 1, p.nheads_q, batch, kWidth, kBlockM};
-  const TensorMapShape shape_k = {p.headdim, rows_k, p.nheads_kv, batch, kWidth, kBlockN};
+  const TensorMapShape shape_q = {p.headdim, queries ? rows_q : 1, p.nheads_q, batch,
+                                  kWidth,    Config::kQueryBox};
+  const TensorMapShape shape_k = {p.headdim, rows_k, p.nheads_kv, batch, kWidth, Config::kKeyBox};
   const TensorMapShape shape_dk = {p.headdim, rows_k, p.nheads_kv, batch, kWidth, 64};
   error = make_tensor_map(&a.q, queries ? p.q : p.k, queries ? p.q_strides : p.k_strides, shape_q);
   if (error == cudaSuccess)
@@ -54,9 +66,10 @@ cudaError_t launch_bwd_tiles(const BwdParams& p, cudaStream_t stream) {
                  : launch(reset_handed_out, 1, 1, 0, stream, p.tiles);
   if (error != cudaSuccess) return error;
   // A query's q and dout, and its dq twice as long, once for each head of the group.
-  a.query_bytes = static_cast<float>(8 * kHeadDim) * p.nheads_q / p.nheads_kv;
-  return launch_early(attention_bwd<Element, Config>, static_cast<int>(std::min<int64_t>(tiles, sms)),
-                      Config::kThreads, Config::kShared_bytes, stream, a);
+  a.query_bytes = static_cast<float>(8 * Config::kHeadDim) * p.nheads_q / p.nheads_kv;
+  const int64_t blocks = std::min<int64_t>(tiles, sms / kCluster) * kCluster;
+  return launch_early(kernel, static_cast<int>(blocks), Config::kThreads, Config::kShared_bytes, stream, a,
+                      kCluster);
 }
 
 template <class Element, class Config>
@@ -87,7 +100,7 @@ cudaError_t launch_bwd(const BwdParams& p, cudaStream_t stream) {
 
 template <DType kDType, int kHeadDim>
 const void* bwd_function() {
-  return reinterpret_cast<const void*>(attention_bwd<Element<kDType>, BwdConfig<kHeadDim>>);
+  return reinterpret_cast<const void*>(bwd_kernel<Element<kDType>, BwdConfig<kHeadDim>>());
 }
 
 #define FA2_INSTANTIATE_BWD(kDType, kHeadDim)                                        \
