@@ -30,6 +30,8 @@ POLICIES = {"random": 0, "early": 1, "late": 2}
 FLAGS = ["-std=c++17", "-O2", "-ftree-vectorize", "-ffp-contract=off", "-fPIC", "-w", "-fno-threadsafe-statics"]
 # A wgmma may outlive the scope of the registers that it was given: no two variables share a place on the stack.
 FLAGS += ["-fstack-reuse=none"]
+# Several libraries in one process, each with its own statics.
+FLAGS += ["-fno-gnu-unique"]
 
 Edits = Mapping[str, Sequence[tuple[str, str]]]
 

@@ -52,14 +52,6 @@ void fill(fa2::Problem& p, const Call& call) {
 
 }  // namespace
 
-namespace fa2::FA2_FAMILY {
-#ifdef FA2_BWD
-FA2_INSTANTIATE_BWD(DType::FA2_DTYPE, FA2_HEADDIM FA2_GRANT)
-#else
-FA2_INSTANTIATE_FWD(DType::FA2_DTYPE, FA2_HEADDIM FA2_GRANT)
-#endif
-}  // namespace fa2::FA2_FAMILY
-
 extern "C" int emulation_run(const Call* call) {
 #ifdef FA2_BWD
   fa2::BwdParams p{};
