@@ -18,9 +18,12 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from fa2.bench.correctness import Problem, cu_seqlens
 
 from .translate import translate_tree
 
@@ -235,6 +238,7 @@ def build(
     grant_kb: int = 163,
     root: str | Path = ROOT,
     edits: Edits | None = None,
+    flags: Sequence[str] = (),
 ) -> Kernel:
     """Compile `family`'s ("sm80", "sm90") kernel ("fwd", "bwd") for a native headdim; what is compiled is kept.
 
@@ -242,6 +246,7 @@ def build(
         grant_kb: sm80 only, which tiles (sm80/config.h).
         root: the checkout whose fa2/csrc is taken.
         edits: by file under fa2/csrc, texts and what they are replaced by: faults to be found.
+        flags: more of g++'s, such as "-g".
     """
     source = Path(root) / "fa2" / "csrc"
     sources = sorted(p for p in source.rglob("*") if p.suffix in {".h", ".cuh"})
@@ -258,15 +263,31 @@ def build(
     machine = _machine()
     edits_of = {name: list(pairs) for name, pairs in (edits or {}).items()}
     here = [Path(__file__), Path(__file__).with_name("translate.py")]
-    name = _digest([*sources, *here], vars(options), machine.name, edits_of)
+    name = _digest([*sources, *here], vars(options), machine.name, edits_of, list(flags), FLAGS)
     library = _cache() / f"{family}_{direction}_{headdim}_{name}.so"
     if not library.exists():
         with tempfile.TemporaryDirectory() as folder:
             translate_tree(source, Path(folder) / "csrc", edits_of)
             defines = [f"-D{key}={value}" for key, value in vars(options).items()]
-            flags = [*FLAGS, *defines, f"-I{folder}/csrc", f"-I{MACHINE}", f"-isystem{cuda_include()}"]
+            flags = [*FLAGS, *flags, *defines, f"-I{folder}/csrc", f"-I{MACHINE}", f"-isystem{cuda_include()}"]
             target = f"{folder}/library.so"
             link = ["-shared", "-Wl,-Bsymbolic", str(machine), "-o", target]
             _compile(["g++", *flags, "-include", "prelude.h", str(MACHINE / "entry.cpp"), *link])
             shutil.move(target, library)
     return Kernel(library, direction, headdim, dtype)
+
+
+def run(p: Problem, forward: Kernel, backward: Kernel | None = None, **options: Any) -> tuple[Tensor, ...]:
+    """out, lse (and dq, dk, dv) of a problem of fa2.bench.correctness; `options` as of a kernel's call."""
+    options |= {"causal": p.causal, "softmax_scale": p.scale}
+    longest = p.k.shape[1]
+    if p.q_lengths is not None and p.k_lengths is not None:
+        options["cu_seqlens_q"], options["cu_seqlens_k"] = (cu_seqlens(n, "cpu") for n in (p.q_lengths, p.k_lengths))
+        longest = max(p.k_lengths, default=0)
+    # As the public functions: a bound of the longest sequence's keys or more is none.
+    options["window"] = tuple(-1 if bound >= longest else bound for bound in p.window)
+    deterministic = options.pop("deterministic", False)
+    out, lse = forward(p.q, p.k, p.v, **options)
+    if backward is None:
+        return out, lse
+    return out, lse, *backward(p.dout, p.q, p.k, p.v, out, lse, deterministic=deterministic, **options)
