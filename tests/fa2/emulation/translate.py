@@ -68,9 +68,7 @@ def _assembly(text: str) -> str:
 def translate(text: str) -> str:
     text = _COMMENT.sub("", text)
     text = _assembly(text)
-    text = _OPERAND.sub(
-        lambda m: "::fa2::emulation::output(" if m.group(1) else "::fa2::emulation::input(", text
-    )
+    text = _OPERAND.sub(lambda m: "::fa2::emulation::output(" if m.group(1) else "::fa2::emulation::input(", text)
     text = re.sub(r"(\w+)<<<(.*?)>>>\(", r"::fa2::emulation::launch(\2)(\1, ", text, flags=re.S)
     text = re.sub(r"\(\s*(\w+), \)", r"(\1)", text)
     text = re.sub(
@@ -82,7 +80,7 @@ def translate(text: str) -> str:
 
 
 def translate_tree(source: Path, target: Path, edits: dict[str, list[tuple[str, str]]] | None = None) -> None:
-    """Copy `source` (csrc) to `target`, translated. `edits`: by file, texts to replace before, each of which must occur."""
+    """Copy `source` (csrc) to `target`, translated. `edits`: by file, texts to replace first; each must occur."""
     shutil.rmtree(target, ignore_errors=True)
     edits = dict(edits or {})
     for path in sorted(source.rglob("*")):

@@ -59,6 +59,15 @@ std::string describe(const Thread& thread) {
   return text;
 }
 
+void end_barrier(Block& block, NamedBarrier& barrier) {
+  barrier.arrived = 0;
+  block.last_barrier = std::exchange(barrier.clock, {});
+  for (Thread* waiting : std::exchange(barrier.waiting, {})) {
+    block.races->acquire(waiting->warp->index, block.last_barrier);
+    wake(*waiting);
+  }
+}
+
 [[noreturn]] void thread_main() {
   (*kernel)();
   Thread& thread = *running;
@@ -66,9 +75,9 @@ std::string describe(const Thread& thread) {
   Block& block = *thread.block;
   --block.alive;
   if (!thread.bulk.empty()) fail("the thread ends with a bulk copy that it has not committed");
-  for (const auto& group : thread.bulk_groups)
+  for (const auto& [number, group] : thread.bulk_groups)
     for (const auto& copy : group)
-      if (copy->read) fail("the thread ends before its bulk store has read its shared memory");
+      if (!copy->source.empty()) fail("the thread ends before its bulk store has read its shared memory");
   if (!thread.cp_async.empty() || std::any_of(thread.cp_async_groups.begin(), thread.cp_async_groups.end(),
                                               [](const auto& group) { return !group.empty(); }))
     fail("the thread ends with a cp.async in flight");
@@ -78,8 +87,7 @@ std::string describe(const Thread& thread) {
   // Barriers of the whole block count the threads that are left.
   NamedBarrier& all = block.barriers[0];
   if (all.threads < 0 && all.arrived > 0 && all.arrived == block.alive) {
-    all.arrived = 0;
-    for (Thread* waiting : std::exchange(all.waiting, {})) wake(*waiting);
+    end_barrier(block, all);
   }
   switch_fiber(thread.fiber, scheduler);
   __builtin_unreachable();
@@ -240,7 +248,7 @@ std::unique_ptr<Block> make_block(unsigned index, dim3 size, size_t shared_bytes
   block->shared_bytes = static_cast<uint32_t>(shared_bytes);
   block->shared = static_cast<unsigned char*>(std::aligned_alloc(1024, (shared_bytes + 2047) / 1024 * 1024));
   std::memset(block->shared, 0xff, shared_bytes);  // NaN, whatever the type
-  block->granules.resize(shared_bytes / 16 + 1);
+  block->races = std::make_unique<Races>((threads + 31) / 32, block->shared_bytes);
   block->wgmma_log.resize(threads / 128 + 1);
   for (int i = 0; i < threads; ++i) {
     Thread& thread = block->threads[i];
@@ -341,30 +349,26 @@ void check_global(const void* pointer, uint64_t bytes, const char* what) {
        static_cast<unsigned long long>(bytes));
 }
 
-void note_generic_write(uint32_t address, uint32_t bytes) {
-  Block& block = *running->block;
-  for (uint32_t i = (address - kSharedBase) / 16; i <= (address - kSharedBase + bytes - 1) / 16; ++i)
-    block.granules[i] = {running, running->async_fences};
-}
-
-void note_async_write(Block& block, uint32_t address, uint32_t bytes) {
-  for (uint32_t i = (address - kSharedBase) / 16; i <= (address - kSharedBase + bytes - 1) / 16; ++i)
-    block.granules[i].writer = nullptr;
-}
-
-void check_async_read(Block& block, uint32_t address, uint32_t bytes, const char* reader) {
-  for (uint32_t i = (address - kSharedBase) / 16; i <= (address - kSharedBase + bytes - 1) / 16; ++i) {
-    const Granule& granule = block.granules[i];
-    if (granule.writer != nullptr && granule.writer->async_fences == granule.async_fences)
-      fail("%s reads shared memory at %u that warp %d, lane %d wrote without fence.proxy.async", reader,
-           kSharedBase + i * 16, granule.writer->warp->index, granule.writer->lane);
-  }
-}
-
 MBarrier& mbarrier_at(Block& block, uint32_t address) {
   const auto found = block.mbarriers.find(address);
   if (found == block.mbarriers.end()) fail("mbarrier at %u: not initialised", address);
-  return found->second;
+  MBarrier& barrier = found->second;
+  if (running != nullptr && running->warp->index != barrier.made_by &&
+      !block.races->knows(running->warp->index, barrier.made_by, barrier.made_at))
+    fail("race: the mbarrier at %u is used, with no order after its initialisation", address);
+  return barrier;
+}
+
+void mbarrier_init(uint32_t address, int arrivals) {
+  Block& block = *running->block;
+  shared_pointer(block, address, 8);
+  if (arrivals < 1 || arrivals >= 1 << 20) fail("mbarrier.init: %d arrivals", arrivals);
+  if (block.mbarriers.count(address)) fail("mbarrier at %u: initialised twice", address);
+  MBarrier& barrier = block.mbarriers[address];
+  barrier.expected = barrier.pending = arrivals;
+  barrier.actor = block.races->add_actor();
+  barrier.made_by = running->warp->index;
+  barrier.made_at = block.races->now(barrier.made_by);
 }
 
 namespace {
@@ -372,13 +376,18 @@ void end_phase_if_complete(MBarrier& barrier) {
   if (barrier.pending != 0 || barrier.bytes != 0) return;
   ++barrier.phase;
   barrier.pending = barrier.expected;
+  // The copies of this phase have arrived, too.
+  barrier.completed = std::exchange(barrier.arrived, {});
+  barrier.completed[barrier.actor] = barrier.phase;
   for (Thread* thread : std::exchange(barrier.waiting, {})) wake(*thread);
 }
 }  // namespace
 
-void mbarrier_arrive(Block& block, uint32_t address, int64_t expect_bytes) {
+void mbarrier_arrive(uint32_t address, int64_t expect_bytes) {
+  Block& block = *running->block;
   MBarrier& barrier = mbarrier_at(block, address);
   barrier.bytes += expect_bytes;
+  block.races->release(running->warp->index, barrier.arrived);
   if (--barrier.pending < 0)
     fail("mbarrier at %u: more than its %d arrivals in one phase", address, barrier.expected);
   end_phase_if_complete(barrier);
@@ -394,10 +403,12 @@ void mbarrier_complete(Block& block, uint32_t address, int64_t bytes) {
 
 void mbarrier_wait(uint32_t address, uint32_t parity) {
   Block& block = *running->block;
-  while ((mbarrier_at(block, address).phase & 1) == (parity & 1)) {
-    mbarrier_at(block, address).waiting.push_back(running);
+  MBarrier& barrier = mbarrier_at(block, address);
+  while ((barrier.phase & 1) == (parity & 1)) {
+    barrier.waiting.push_back(running);
     suspend({"mbarrier", address, parity});
   }
+  block.races->acquire(running->warp->index, barrier.completed);
 }
 
 void barrier(int id, int threads, bool wait) {
@@ -409,6 +420,7 @@ void barrier(int id, int threads, bool wait) {
   if (barrier.arrived > 0 && barrier.threads != threads)
     fail("barrier %d: for %d threads, but others are there for %d", id, threads, barrier.threads);
   barrier.threads = threads;
+  block.races->release(running->warp->index, barrier.clock);
   if (++barrier.arrived < (threads < 0 ? block.alive : threads)) {
     if (wait) {
       barrier.waiting.push_back(running);
@@ -416,8 +428,8 @@ void barrier(int id, int threads, bool wait) {
     }
     return;
   }
-  barrier.arrived = 0;
-  for (Thread* thread : std::exchange(barrier.waiting, {})) wake(*thread);
+  end_barrier(block, barrier);
+  if (wait) block.races->acquire(running->warp->index, block.last_barrier);
 }
 
 void start(std::shared_ptr<Copy> copy) {

@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "fiber.h"
+#include "races.h"
 
 namespace fa2::emulation {
 
@@ -49,17 +50,33 @@ struct MBarrier {
   int64_t bytes = 0;
   uint32_t phase = 0;
   std::vector<Thread*> waiting;
+  int actor = 0, made_by = 0;  // for races: the copies that complete here, the warp that initialised it
+  uint32_t made_at = 0;
+  Clock arrived, completed;  // in this phase, in the last one
 };
 
 // A barrier of barrier.cta.*.
 struct NamedBarrier {
   int threads = 0, arrived = 0;
   std::vector<Thread*> waiting;
+  Clock clock;
+};
+
+// A piece of shared memory.
+struct Piece {
+  uint32_t address, bytes;
+};
+
+// A copy by cp.async, of at most 16 bytes; `work` is empty when done.
+struct CpAsync {
+  Piece target;
+  std::function<void()> work;
 };
 
 // A copy by the TMA or the bulk engine: it reads its source, and later writes its target. Empty when done.
 struct Copy {
   std::function<void()> read, write;
+  std::vector<Piece> source;  // in shared memory
   void finish_read() {
     if (auto work = std::exchange(read, nullptr)) work();
   }
@@ -82,13 +99,14 @@ struct Thread {
   int index = 0, lane = 0;
   bool done = false, polling = false;
   Wait wait;
-  uint32_t async_fences = 0;              // fence.proxy.async executed
+  std::vector<uint32_t> async_fences;     // the warp's time at each fence.proxy.async
   uint64_t wgmmas = 0, wgmma_groups = 0;  // issued, committed
   bool wgmma_fenced = false;
   std::vector<std::shared_ptr<Copy>> bulk;               // not yet committed
-  std::deque<std::vector<std::shared_ptr<Copy>>> bulk_groups;  // oldest first
-  std::vector<std::function<void()>> cp_async;
-  std::deque<std::vector<std::function<void()>>> cp_async_groups;
+  std::deque<std::pair<uint64_t, std::vector<std::shared_ptr<Copy>>>> bulk_groups;  // numbered, oldest first
+  uint64_t bulk_groups_begun = 0;
+  std::vector<CpAsync> cp_async;
+  std::deque<std::vector<CpAsync>> cp_async_groups;
 };
 
 // One warp's share, 16 rows, of a wgmma instruction (wgmma.cpp).
@@ -107,12 +125,7 @@ struct Warp {
   void* arguments[32] = {};
   std::deque<std::shared_ptr<Wgmma>> wgmmas;  // issued and not executed, oldest first
   uint64_t wgmmas_executed = 0;
-};
-
-// Who wrote a 16-byte piece of shared memory through the generic proxy, and has he fenced since?
-struct Granule {
-  Thread* writer = nullptr;
-  uint32_t async_fences = 0;
+  std::deque<std::pair<uint64_t, std::vector<Piece>>> wgmma_reads;  // not waited for: group, operands
 };
 
 struct Block {
@@ -125,8 +138,9 @@ struct Block {
   int alive = 0;
   std::unordered_map<uint32_t, MBarrier> mbarriers;
   NamedBarrier barriers[16];
+  Clock last_barrier;  // what those who waited at the barrier that ended last now know
   int or_votes = 0;  // __syncthreads_or
-  std::vector<Granule> granules;
+  std::unique_ptr<Races> races;
   std::vector<std::vector<std::shared_ptr<Wgmma>>> wgmma_log;  // by warpgroup: what its n-th wgmma is
 };
 
@@ -152,14 +166,10 @@ void check_global(const void* pointer, uint64_t bytes, const char* what);
 void allow_global(const void* pointer, uint64_t bytes);
 void forget_global();
 
-// Proxies (PTX ISA, memory consistency model, proxies).
-void note_generic_write(uint32_t address, uint32_t bytes);
-void note_async_write(Block& block, uint32_t address, uint32_t bytes);
-void check_async_read(Block& block, uint32_t address, uint32_t bytes, const char* reader);
-
 // mbarrier.
+void mbarrier_init(uint32_t address, int arrivals);
 MBarrier& mbarrier_at(Block& block, uint32_t address);
-void mbarrier_arrive(Block& block, uint32_t address, int64_t expect_bytes);
+void mbarrier_arrive(uint32_t address, int64_t expect_bytes);
 void mbarrier_complete(Block& block, uint32_t address, int64_t bytes);
 void mbarrier_wait(uint32_t address, uint32_t parity);
 

@@ -82,8 +82,9 @@ void load_box(const Call& call) {
   const uint32_t shared = static_cast<uint32_t>(call.address(0)), barrier = static_cast<uint32_t>(call.address(2));
   const Box box = box_of(call, 1);
   check_shared(block, shared, box.map);
-  mbarrier_at(block, barrier);
   const TensorMap map = box.map;
+  const MBarrier& its = mbarrier_at(block, barrier);
+  block.races->begin_write(current(), shared, box_bytes(map), its.actor, its.phase + 1);
   auto copy = std::make_shared<Copy>();
   copy->read = [=, &block] {
     for_each_piece(map, shared, box.at, [&](uint32_t to, unsigned char* from, int bytes) {
@@ -93,7 +94,6 @@ void load_box(const Call& call) {
         check_global(from, bytes, "a TMA load");
         std::memcpy(target, from, bytes);
       }
-      note_async_write(block, to, 16);
     });
     mbarrier_complete(block, barrier, box_bytes(map));
   };
@@ -116,7 +116,13 @@ void put(unsigned char* to, const unsigned char* from, int bytes, bool add, int 
   }
 }
 
-struct Piece {
+// Until the thread has waited for it.
+void begin_store(Thread& thread, Copy& copy, uint32_t shared, uint32_t bytes) {
+  copy.source = {{shared, bytes}};
+  thread.block->races->begin_read(thread, Races::kBulk, shared, bytes, thread.bulk_groups_begun);
+}
+
+struct Sixteen {
   unsigned char* to;
   int bytes;
   unsigned char data[16];
@@ -132,18 +138,18 @@ void store_box(const Call& call) {
   if (add && !box.map.is_float) fail("a bulk reduction through a tensor map that is not of fp32");
   const TensorMap map = box.map;
   auto copy = std::make_shared<Copy>();
-  auto pieces = std::make_shared<std::vector<Piece>>();
+  auto pieces = std::make_shared<std::vector<Sixteen>>();
   copy->read = [=, &block] {
     for_each_piece(map, shared, box.at, [&](uint32_t from, unsigned char* to, int bytes) {
       if (bytes == 0) return;
-      check_async_read(block, from, 16, "a TMA store");
-      Piece piece{to, bytes, {}};
+      Sixteen piece{to, bytes, {}};
       std::memcpy(piece.data, shared_pointer(block, from, 16), 16);
       pieces->push_back(piece);
     });
   };
+  begin_store(thread, *copy, shared, box_bytes(map));
   copy->write = [=] {
-    for (const Piece& piece : *pieces) put(piece.to, piece.data, piece.bytes, add, map.element_bytes);
+    for (const Sixteen& piece : *pieces) put(piece.to, piece.data, piece.bytes, add, map.element_bytes);
   };
   thread.bulk.push_back(copy);
   start(copy);
@@ -163,12 +169,13 @@ void load_bytes(const Call& call) {
   const uint32_t shared = static_cast<uint32_t>(call.address(0)), barrier = static_cast<uint32_t>(call.address(3));
   const auto* global = reinterpret_cast<const unsigned char*>(call.address(1));
   const uint32_t bytes = bulk_bytes(call, 2, call.address(1), shared);
-  mbarrier_at(block, barrier);
+  const MBarrier& its = mbarrier_at(block, barrier);
+  shared_pointer(block, shared, bytes);
+  block.races->begin_write(current(), shared, bytes, its.actor, its.phase + 1);
   auto copy = std::make_shared<Copy>();
   copy->read = [=, &block] {
     check_global(global, bytes, "a bulk load");
     std::memcpy(shared_pointer(block, shared, bytes), global, bytes);
-    note_async_write(block, shared, bytes);
     mbarrier_complete(block, barrier, bytes);
   };
   start(copy);
@@ -185,9 +192,9 @@ void store_bytes(const Call& call) {
   auto copy = std::make_shared<Copy>();
   auto data = std::make_shared<std::vector<unsigned char>>(bytes);
   copy->read = [=, &block] {
-    check_async_read(block, shared, bytes, "a bulk store");
     std::memcpy(data->data(), shared_pointer(block, shared, bytes), bytes);
   };
+  begin_store(thread, *copy, shared, bytes);
   copy->write = [=] { put(global, data->data(), static_cast<int>(bytes), add, 4); };
   thread.bulk.push_back(copy);
   start(copy);
@@ -195,18 +202,24 @@ void store_bytes(const Call& call) {
 
 void commit(const Call&) {
   Thread& thread = current();
-  thread.bulk_groups.push_back(std::exchange(thread.bulk, {}));
+  thread.bulk_groups.push_back({thread.bulk_groups_begun++, std::exchange(thread.bulk, {})});
 }
 
 // All but the newest `pending` groups have ended, or have read their source.
 void wait(const Call& call) {
-  auto& groups = current().bulk_groups;
+  Thread& thread = current();
+  auto& groups = thread.bulk_groups;
   const bool read_only = call.statement.has("read");
   const size_t pending = call.u32(0);
   for (size_t i = 0; i + pending < groups.size(); ++i)
-    for (const auto& copy : groups[i]) read_only ? copy->finish_read() : copy->finish();
+    for (const auto& copy : groups[i].second) {
+      read_only ? copy->finish_read() : copy->finish();
+      for (const Piece& piece : std::exchange(copy->source, {}))
+        thread.block->races->end_read(thread.warp->index, Races::kBulk, piece.address, piece.bytes, groups[i].first);
+    }
   const auto done = [](const auto& group) {
-    return std::all_of(group.begin(), group.end(), [](const auto& copy) { return !copy->read && !copy->write; });
+    return std::all_of(group.second.begin(), group.second.end(),
+                       [](const auto& copy) { return !copy->read && !copy->write && copy->source.empty(); });
   };
   while (groups.size() > pending && done(groups.front())) groups.pop_front();
 }

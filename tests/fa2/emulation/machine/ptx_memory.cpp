@@ -13,6 +13,7 @@ void load_shared(const Call& call) {
   const int count = static_cast<int>(call.count(0));
   const uint32_t address = static_cast<uint32_t>(call.address(1));
   const unsigned char* from = shared_pointer(*current().block, address, count * 4);
+  current().block->races->read(current(), address, count * 4);
   for (int i = 0; i < count; ++i) {
     uint32_t bits;
     std::memcpy(&bits, from + i * 4, 4);
@@ -28,7 +29,7 @@ void store_shared(const Call& call) {
     const uint32_t bits = static_cast<uint32_t>(call.value(call.part(1, i)));
     std::memcpy(to + i * 4, &bits, 4);
   }
-  note_generic_write(address, count * 4);
+  current().block->races->write(current(), address, count * 4);
 }
 
 void red_add_float(const Call& call) {
@@ -67,12 +68,13 @@ void cp_async(const Call& call) {
   if (read > bytes) fail("cp.async reads more than it writes");
   if (read > 0) check_global(from, read, "cp.async");
   if (reinterpret_cast<uintptr_t>(from) % bytes != 0) fail("cp.async from %p: not aligned to %u bytes", from, bytes);
-  const auto copy = [=, &thread] {
+  thread.block->races->begin_cp_async(thread, to, bytes);
+  std::function<void()> work = [=] {
     std::memset(target, 0, bytes);
     std::memcpy(target, from, read);
   };
-  if (options.policy == Policy::kEarly || (options.policy == Policy::kRandom && chance(2))) return copy();
-  thread.cp_async.push_back(copy);
+  if (options.policy == Policy::kEarly || (options.policy == Policy::kRandom && chance(2))) std::exchange(work, {})();
+  thread.cp_async.push_back({{to, bytes}, std::move(work)});
 }
 
 void cp_async_commit(const Call&) {
@@ -81,9 +83,13 @@ void cp_async_commit(const Call&) {
 }
 
 void cp_async_wait(const Call& call) {
-  auto& groups = current().cp_async_groups;
+  Thread& thread = current();
+  auto& groups = thread.cp_async_groups;
   for (; groups.size() > call.u32(0); groups.pop_front())
-    for (const auto& copy : groups.front()) copy();
+    for (const CpAsync& copy : groups.front()) {
+      if (copy.work) copy.work();
+      thread.block->races->end_cp_async(thread, copy.target.address, copy.target.bytes);
+    }
 }
 
 // ldmatrix, stmatrix (PTX ISA, "Matrix load/store"): lane 8 i + r names row r of matrix i; lane l holds of row
@@ -111,8 +117,9 @@ void move_matrices(const Call& call) {
         unsigned char* memory = shared_pointer(*warp.block, at, 16);
         if (store) {
           std::memcpy(memory, matrix[row], 16);
-          note_generic_write(at, 16);
+          warp.block->races->write(warp.threads[i * 8 + row], at, 16);
         } else {
+          warp.block->races->read(warp.threads[i * 8 + row], at, 16);
           std::memcpy(matrix[row], memory, 16);
         }
       }

@@ -12,23 +12,17 @@ Block& block() {
 }
 
 void init(const Call& call) {
-  const uint32_t address = static_cast<uint32_t>(call.address(0));
-  const int arrivals = static_cast<int>(call.u32(1));
-  shared_pointer(block(), address, 8);
-  if (arrivals < 1 || arrivals >= 1 << 20) fail("mbarrier.init: %d arrivals", arrivals);
-  if (block().mbarriers.count(address)) fail("mbarrier at %u: initialised twice", address);
-  MBarrier& barrier = block().mbarriers[address];
-  barrier.expected = barrier.pending = arrivals;
+  mbarrier_init(static_cast<uint32_t>(call.address(0)), static_cast<int>(call.u32(1)));
 }
 
 void arrive(const Call& call) {
-  mbarrier_arrive(block(), static_cast<uint32_t>(call.address(1)), 0);
+  mbarrier_arrive(static_cast<uint32_t>(call.address(1)), 0);
 }
 
 void arrive_expect(const Call& call) {
   const uint32_t bytes = call.u32(2);
   if (bytes >= 1u << 20) fail("mbarrier.arrive.expect_tx: %u bytes, the limit is 2^20 - 1", bytes);
-  mbarrier_arrive(block(), static_cast<uint32_t>(call.address(1)), bytes);
+  mbarrier_arrive(static_cast<uint32_t>(call.address(1)), bytes);
 }
 
 void expect(const Call& call) {
@@ -61,7 +55,8 @@ void elect(const Call& call) {
 }
 
 void fence_async(const Call&) {
-  ++current().async_fences;
+  Thread& thread = current();
+  thread.async_fences.push_back(thread.block->races->now(thread.warp->index));
 }
 
 void aligned_nothing(const Call& call) {

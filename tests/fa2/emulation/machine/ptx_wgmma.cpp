@@ -63,25 +63,29 @@ struct SharedMatrix {
   }
 };
 
+// visit(address, i, k) for the 16 bytes of each eight elements of [first, first + count) and all of K: they lie
+// together along K, or along outer.
+template <class Visit>
+void for_each_piece(const SharedMatrix& matrix, int first, int count, const Visit& visit) {
+  for (int i = 0; i < count; i += matrix.transposed ? 8 : 1)
+    for (int k = 0; k < 16; k += matrix.transposed ? 1 : 8) visit(matrix.address(first + i, k), i, k);
+}
+
 // Elements [first, first + count) of `outer`, all 16 of K, as out[k][outer].
 template <int kWidth>
 void read_matrix(Block& block, const SharedMatrix& matrix, bool half, int first, int count, float (*out)[kWidth]) {
-  // The eight elements of 16 bytes lie together, along K or along outer.
-  for (int i = 0; i < count; i += matrix.transposed ? 8 : 1)
-    for (int k = 0; k < 16; k += matrix.transposed ? 1 : 8) {
-      const uint32_t address = matrix.address(first + i, k);
-      uint16_t bits[8];
-      std::memcpy(bits, shared_pointer(block, address, 16), 16);
-      check_async_read(block, address, 16, "wgmma");
-      for (int e = 0; e < 8; ++e) {
-        const float x = from_16(bits[e], half);
-        if (matrix.transposed) {
-          out[k][i + e] = x;
-        } else {
-          out[k + e][i] = x;
-        }
+  for_each_piece(matrix, first, count, [&](uint32_t address, int i, int k) {
+    uint16_t bits[8];
+    std::memcpy(bits, shared_pointer(block, address, 16), 16);
+    for (int e = 0; e < 8; ++e) {
+      const float x = from_16(bits[e], half);
+      if (matrix.transposed) {
+        out[k][i + e] = x;
+      } else {
+        out[k + e][i] = x;
       }
     }
+  });
 }
 
 float a_rows[16][16];   // [k][row]
@@ -113,6 +117,18 @@ T* registers(const Call& call, size_t list, size_t count) {
   for (size_t i = 1; i < count && current().lane == 0; ++i)
     if (call.variable(call.part(list, i)) != first + i) fail("wgmma: the registers are not one array, in order");
   return first;
+}
+
+// The operands are in use until the warp waits; all 64 rows of A, for an instruction is the warpgroup's.
+void note_reads(const Thread& thread, const Wgmma& wgmma) {
+  auto& reads = thread.warp->wgmma_reads.emplace_back(wgmma.group, std::vector<Piece>());
+  const auto note = [&](uint32_t address, int, int) {
+    shared_pointer(*thread.block, address, 16);
+    thread.block->races->begin_read(thread, Races::kWgmma, address, 16, wgmma.group);
+    reads.second.push_back({address, 16});
+  };
+  if (!wgmma.a_in_registers) for_each_piece(SharedMatrix(wgmma.a_matrix, wgmma.transposed_a), 0, 64, note);
+  for_each_piece(SharedMatrix(wgmma.b_matrix, wgmma.transposed_b), 0, wgmma.n, note);
 }
 
 void issue(const Call& call) {
@@ -149,6 +165,7 @@ void issue(const Call& call) {
     std::fill_n(its.d[thread.lane], its.n / 2, std::numeric_limits<float>::quiet_NaN());
   its.issued |= 1u << thread.lane;
   if (its.issued != kFullWarp) return;
+  note_reads(thread, its);
   if (options.policy == Policy::kEarly) execute_wgmma(warp);
   if (options.policy == Policy::kRandom) note_busy(warp);
 }
@@ -169,6 +186,10 @@ void wait(const Call& call) {
   thread.wgmma_fenced = false;
   together(&call.statement, "wgmma.wait_group", nullptr, [&](Warp& warp) {
     while (!warp.wgmmas.empty() && warp.wgmmas.front()->group + pending < thread.wgmma_groups) execute_wgmma(warp);
+    auto& reads = warp.wgmma_reads;
+    for (; !reads.empty() && reads.front().first + pending < thread.wgmma_groups; reads.pop_front())
+      for (const Piece& piece : reads.front().second)
+        warp.block->races->end_read(warp.index, Races::kWgmma, piece.address, piece.bytes, reads.front().first);
   });
 }
 
