@@ -1,0 +1,482 @@
+#include "machine.h"
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cstdarg>
+#include <cstdio>
+#include <cstring>
+#include <map>
+#include <random>
+#include <stdexcept>
+
+#include "kernel_scope.h"
+
+uint3 threadIdx, blockIdx;
+dim3 blockDim, gridDim;
+
+namespace fa2::emulation {
+
+Options options;
+unsigned char* shared_memory = nullptr;
+
+namespace {
+
+constexpr size_t kStack_bytes = 128 * 1024;
+
+std::mt19937_64 generator;
+Fiber scheduler;
+Thread* running = nullptr;
+std::string failure;  // of the current thread
+const std::function<void()>* kernel = nullptr;
+
+std::vector<Warp*> ready;
+std::vector<Thread*> polling;
+std::vector<std::shared_ptr<Copy>> copies;
+std::vector<Warp*> busy;  // with wgmmas to execute
+int64_t idle_polls = 0;   // in a row, while nothing else happened
+std::map<const unsigned char*, uint64_t> global_memory;
+
+char* stack(size_t i) {
+  static size_t count = 0;
+  static std::vector<char*> chunks;
+  constexpr size_t kChunk = 256;
+  while (i >= count) {
+    void* memory = mmap(nullptr, kChunk * kStack_bytes, PROT_READ | PROT_WRITE,
+                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (memory == MAP_FAILED) throw std::runtime_error("no memory for the threads' stacks");
+    chunks.push_back(static_cast<char*>(memory));
+    count += kChunk;
+  }
+  return chunks[i / kChunk] + i % kChunk * kStack_bytes;
+}
+
+std::string describe(const Thread& thread) {
+  char text[160];
+  const Block& block = *thread.block;
+  std::snprintf(text, sizeof text, "block %u, warp %d, lane %d", block.index.x, thread.warp->index,
+                thread.lane);
+  return text;
+}
+
+void end_barrier(Block& block, NamedBarrier& barrier) {
+  barrier.arrived = 0;
+  block.last_barrier = std::exchange(barrier.clock, {});
+  for (Thread* waiting : std::exchange(barrier.waiting, {})) {
+    block.races->acquire(waiting->warp->index, block.last_barrier);
+    wake(*waiting);
+  }
+}
+
+[[noreturn]] void thread_main() {
+  (*kernel)();
+  Thread& thread = *running;
+  thread.done = true;
+  Block& block = *thread.block;
+  --block.alive;
+  if (!thread.bulk.empty()) fail("the thread ends with a bulk copy that it has not committed");
+  for (const auto& [number, group] : thread.bulk_groups)
+    for (const auto& copy : group)
+      if (!copy->source.empty()) fail("the thread ends before its bulk store has read its shared memory");
+  if (!thread.cp_async.empty() || std::any_of(thread.cp_async_groups.begin(), thread.cp_async_groups.end(),
+                                              [](const auto& group) { return !group.empty(); }))
+    fail("the thread ends with a cp.async in flight");
+  if (!thread.warp->wgmmas.empty() && thread.warp->lanes == kFullWarp &&
+      std::all_of(thread.warp->threads, thread.warp->threads + 32, [](const Thread& t) { return t.done; }))
+    fail("the warp ends with a wgmma in flight");
+  // Barriers of the whole block count the threads that are left.
+  NamedBarrier& all = block.barriers[0];
+  if (all.threads < 0 && all.arrived > 0 && all.arrived == block.alive) {
+    end_barrier(block, all);
+  }
+  switch_fiber(thread.fiber, scheduler);
+  __builtin_unreachable();
+}
+
+void enlist(Warp& warp) {
+  if (warp.place >= 0) return;
+  warp.place = static_cast<int>(ready.size());
+  ready.push_back(&warp);
+}
+
+void delist(Warp& warp) {
+  ready[warp.place] = ready.back();
+  ready[warp.place]->place = warp.place;
+  ready.pop_back();
+  warp.place = -1;
+}
+
+void resume(Thread& thread) {
+  Warp& warp = *thread.warp;
+  Block& block = *thread.block;
+  warp.ready &= ~(1u << thread.lane);
+  if (warp.ready == 0) delist(warp);
+  running = &thread;
+  threadIdx = {static_cast<unsigned>(thread.index), 0, 0};
+  blockIdx = block.index;
+  shared_memory = block.shared;
+  thread.polling = false;
+  switch_fiber(scheduler, thread.fiber);
+  running = nullptr;
+  if (!failure.empty()) throw std::runtime_error(failure);
+  if (!thread.polling) idle_polls = 0;
+}
+
+bool run_async() {
+  while (!copies.empty() || !busy.empty()) {
+    const size_t i = random_number() % (copies.size() + busy.size());
+    if (i >= copies.size()) {
+      const size_t j = i - copies.size();
+      Warp& warp = *busy[j];
+      const bool any = !warp.wgmmas.empty();
+      if (any) execute_wgmma(warp);
+      if (warp.wgmmas.empty()) busy[j] = busy.back(), busy.pop_back();
+      if (any) return true;
+      continue;
+    }
+    const std::shared_ptr<Copy> copy = copies[i];
+    const bool any = copy->read || copy->write;
+    if (copy->read) {
+      copy->finish_read();
+    } else {
+      copy->finish();
+    }
+    if (!copy->read && !copy->write) copies[i] = copies.back(), copies.pop_back();
+    if (any) {
+      idle_polls = 0;
+      return true;
+    }
+  }
+  return false;
+}
+
+[[noreturn]] void report_deadlock(const std::vector<std::unique_ptr<Block>>& blocks) {
+  std::string text = "deadlock: nothing can run.";
+  for (const auto& block : blocks)
+    for (const Warp& warp : block->warps) {
+      std::string last;
+      int count = 0;
+      const auto flush = [&] {
+        if (count > 0) text += " (" + std::to_string(count) + " lanes)";
+      };
+      for (int lane = 0; lane < 32; ++lane) {
+        if (!(warp.lanes >> lane & 1)) continue;
+        const Thread& thread = warp.threads[lane];
+        if (thread.done) continue;
+        char line[200];
+        const Wait& wait = thread.wait;
+        if (const auto found = block->mbarriers.find(wait.address);
+            wait.address != 0 && found != block->mbarriers.end()) {
+          const MBarrier& b = found->second;
+          std::snprintf(line, sizeof line,
+                        "mbarrier at %u (number %u of the block's), parity %u: phase %u, %d of %d arrivals and "
+                        "%lld bytes outstanding",
+                        wait.address,
+                        static_cast<unsigned>(
+                            std::count_if(block->mbarriers.begin(), block->mbarriers.end(),
+                                          [&](const auto& other) { return other.first < wait.address; })),
+                        wait.parity, b.phase, b.pending, b.expected, static_cast<long long>(b.bytes));
+        } else if (std::strncmp(wait.what, "barrier", 7) == 0) {
+          const NamedBarrier& b = block->barriers[wait.parity];
+          std::snprintf(line, sizeof line, "barrier %u: %d of %d threads there", wait.parity, b.arrived,
+                        b.threads < 0 ? block->alive : b.threads);
+        } else {
+          std::snprintf(line, sizeof line, "%s", wait.what);
+        }
+        if (last != line) {
+          flush();
+          text += "\n  block " + std::to_string(block->index.x) + ", warp " + std::to_string(warp.index) +
+                  ": " + line;
+          last = line;
+          count = 0;
+        }
+        ++count;
+      }
+      flush();
+    }
+  throw std::runtime_error(text);
+}
+
+void run_blocks(std::vector<std::unique_ptr<Block>>& blocks) {
+  const auto alive = [&] {
+    return std::any_of(blocks.begin(), blocks.end(), [](const auto& b) { return b->alive > 0; });
+  };
+  while (true) {
+    if (options.policy == Policy::kRandom && (!copies.empty() || !busy.empty()) && chance(4)) {
+      run_async();
+      continue;
+    }
+    if (ready.empty()) {
+      if (!polling.empty()) {
+        for (Thread* thread : std::exchange(polling, {})) wake(*thread);
+        const bool more = ++idle_polls % 16 == 0 && run_async();
+        if (idle_polls > 1000 && !more) report_deadlock(blocks);
+        continue;
+      }
+      if (!alive()) return;
+      if (!run_async()) report_deadlock(blocks);
+      continue;
+    }
+    if (!polling.empty() && chance(16)) {
+      for (Thread* thread : std::exchange(polling, {})) wake(*thread);
+    }
+    Warp& warp = *ready[random_number() % ready.size()];
+    uint32_t lanes = warp.ready;
+    // Mostly all lanes that can, in either order; now and then one runs ahead of the others.
+    const uint64_t how = random_number() % 16;
+    if (how == 0) {
+      int skip = static_cast<int>(random_number() % __builtin_popcount(lanes));
+      while (skip-- > 0) lanes &= lanes - 1;
+      lanes &= -lanes;
+    }
+    while (lanes != 0) {
+      const int lane = how % 2 ? 31 - __builtin_clz(lanes) : __builtin_ctz(lanes);
+      lanes &= ~(1u << lane);
+      if (warp.ready >> lane & 1) resume(warp.threads[lane]);
+    }
+  }
+}
+
+std::unique_ptr<Block> make_block(unsigned index, dim3 size, size_t shared_bytes, size_t first_stack) {
+  auto block = std::make_unique<Block>();
+  block->index = {index, 0, 0};
+  block->size = size;
+  const int threads = static_cast<int>(size.x);
+  block->threads.resize(threads);
+  block->warps.resize((threads + 31) / 32);
+  block->alive = threads;
+  block->shared_bytes = static_cast<uint32_t>(shared_bytes);
+  block->shared = static_cast<unsigned char*>(std::aligned_alloc(1024, (shared_bytes + 2047) / 1024 * 1024));
+  std::memset(block->shared, 0xff, shared_bytes);  // NaN, whatever the type
+  block->races = std::make_unique<Races>((threads + 31) / 32, block->shared_bytes);
+  block->wgmma_log.resize(threads / 128 + 1);
+  for (int i = 0; i < threads; ++i) {
+    Thread& thread = block->threads[i];
+    thread.block = block.get();
+    thread.warp = &block->warps[i / 32];
+    thread.index = i;
+    thread.lane = i % 32;
+    // Stacks that begin at different cache lines: otherwise all would meet in the same sets.
+    prepare(thread.fiber, stack(first_stack + i), kStack_bytes - (i % 61) * 64, thread_main);
+  }
+  for (size_t i = 0; i < block->warps.size(); ++i) {
+    Warp& warp = block->warps[i];
+    const int lanes = std::min(32, threads - static_cast<int>(i) * 32);
+    warp.block = block.get();
+    warp.index = static_cast<int>(i);
+    warp.lanes = lanes == 32 ? kFullWarp : (1u << lanes) - 1;
+    warp.threads = &block->threads[i * 32];
+    warp.ready = warp.lanes;
+    enlist(warp);
+  }
+  return block;
+}
+
+}  // namespace
+
+void fail(const char* format, ...) {
+  char text[1024];
+  va_list arguments;
+  va_start(arguments, format);
+  std::vsnprintf(text, sizeof text, format, arguments);
+  va_end(arguments);
+  if (running == nullptr) throw std::runtime_error(text);
+  failure = describe(*running) + ": " + text;
+  switch_fiber(running->fiber, scheduler);  // for ever
+  __builtin_unreachable();
+}
+
+Thread& current() {
+  return *running;
+}
+
+uint64_t random_number() {
+  return generator();
+}
+
+bool chance(int one_in) {
+  return generator() % one_in == 0;
+}
+
+void suspend(const Wait& wait) {
+  running->wait = wait;
+  switch_fiber(running->fiber, scheduler);
+}
+
+void wake(Thread& thread) {
+  thread.warp->ready |= 1u << thread.lane;
+  enlist(*thread.warp);
+}
+
+void poll() {
+  running->polling = true;
+  polling.push_back(running);
+  suspend({"a poll of global memory", 0, 0});
+}
+
+void finish_together(Warp& warp) {
+  warp.arrived = 0;
+  for (uint32_t others = warp.lanes & ~(1u << running->lane); others != 0; others &= others - 1)
+    wake(warp.threads[__builtin_ctz(others)]);
+}
+
+unsigned char* shared_pointer(Block& block, uint32_t address, uint32_t bytes) {
+  if (address < kSharedBase || address + bytes > kSharedBase + block.shared_bytes)
+    fail("shared memory at %u, %u bytes: outside of the block's %u to %u", address, bytes, kSharedBase,
+         kSharedBase + block.shared_bytes);
+  if (address % std::min<uint32_t>(bytes, 16) != 0) fail("shared memory at %u: not aligned to %u bytes", address, bytes);
+  return block.shared + (address - kSharedBase);
+}
+
+void allow_global(const void* pointer, uint64_t bytes) {
+  if (bytes == 0) return;
+  uint64_t& known = global_memory[static_cast<const unsigned char*>(pointer)];
+  known = std::max(known, bytes);
+}
+
+void forget_global() {
+  global_memory.clear();
+}
+
+void check_global(const void* pointer, uint64_t bytes, const char* what) {
+  const auto* begin = static_cast<const unsigned char*>(pointer);
+  auto found = global_memory.upper_bound(begin);
+  while (found != global_memory.begin()) {
+    --found;
+    if (begin + bytes <= found->first + found->second) return;
+  }
+  fail("%s touches global memory at %p, %llu bytes, which belongs to no tensor", what, pointer,
+       static_cast<unsigned long long>(bytes));
+}
+
+MBarrier& mbarrier_at(Block& block, uint32_t address) {
+  const auto found = block.mbarriers.find(address);
+  if (found == block.mbarriers.end()) fail("mbarrier at %u: not initialised", address);
+  MBarrier& barrier = found->second;
+  if (running != nullptr && running->warp->index != barrier.made_by &&
+      !block.races->knows(running->warp->index, barrier.made_by, barrier.made_at))
+    fail("race: the mbarrier at %u is used, with no order after its initialisation", address);
+  return barrier;
+}
+
+void mbarrier_init(uint32_t address, int arrivals) {
+  Block& block = *running->block;
+  shared_pointer(block, address, 8);
+  if (arrivals < 1 || arrivals >= 1 << 20) fail("mbarrier.init: %d arrivals", arrivals);
+  if (block.mbarriers.count(address)) fail("mbarrier at %u: initialised twice", address);
+  MBarrier& barrier = block.mbarriers[address];
+  barrier.expected = barrier.pending = arrivals;
+  barrier.actor = block.races->add_actor();
+  barrier.made_by = running->warp->index;
+  barrier.made_at = block.races->now(barrier.made_by);
+}
+
+namespace {
+void end_phase_if_complete(MBarrier& barrier) {
+  if (barrier.pending != 0 || barrier.bytes != 0) return;
+  ++barrier.phase;
+  barrier.pending = barrier.expected;
+  // The copies of this phase have arrived, too.
+  barrier.completed = std::exchange(barrier.arrived, {});
+  barrier.completed[barrier.actor] = barrier.phase;
+  for (Thread* thread : std::exchange(barrier.waiting, {})) wake(*thread);
+}
+}  // namespace
+
+void mbarrier_arrive(uint32_t address, int64_t expect_bytes) {
+  Block& block = *running->block;
+  MBarrier& barrier = mbarrier_at(block, address);
+  barrier.bytes += expect_bytes;
+  block.races->release(running->warp->index, barrier.arrived);
+  if (--barrier.pending < 0)
+    fail("mbarrier at %u: more than its %d arrivals in one phase", address, barrier.expected);
+  end_phase_if_complete(barrier);
+}
+
+void mbarrier_complete(Block& block, uint32_t address, int64_t bytes) {
+  MBarrier& barrier = mbarrier_at(block, address);
+  barrier.bytes -= bytes;
+  if (barrier.bytes < 0 && barrier.pending == 0)
+    fail("mbarrier at %u: %lld more bytes than announced", address, static_cast<long long>(-barrier.bytes));
+  end_phase_if_complete(barrier);
+}
+
+void mbarrier_wait(uint32_t address, uint32_t parity) {
+  Block& block = *running->block;
+  MBarrier& barrier = mbarrier_at(block, address);
+  while ((barrier.phase & 1) == (parity & 1)) {
+    barrier.waiting.push_back(running);
+    suspend({"mbarrier", address, parity});
+  }
+  block.races->acquire(running->warp->index, barrier.completed);
+}
+
+void barrier(int id, int threads, bool wait) {
+  if (id < 0 || id > 15) fail("barrier %d: there are 16", id);
+  Block& block = *running->block;
+  NamedBarrier& barrier = block.barriers[id];
+  if (threads >= 0 && (threads == 0 || threads % 32 != 0 || threads > static_cast<int>(block.threads.size())))
+    fail("barrier %d: %d threads is no whole number of the block's warps", id, threads);
+  if (barrier.arrived > 0 && barrier.threads != threads)
+    fail("barrier %d: for %d threads, but others are there for %d", id, threads, barrier.threads);
+  barrier.threads = threads;
+  block.races->release(running->warp->index, barrier.clock);
+  if (++barrier.arrived < (threads < 0 ? block.alive : threads)) {
+    if (wait) {
+      barrier.waiting.push_back(running);
+      suspend({"barrier", 0, static_cast<uint32_t>(id)});
+    }
+    return;
+  }
+  end_barrier(block, barrier);
+  if (wait) block.races->acquire(running->warp->index, block.last_barrier);
+}
+
+void start(std::shared_ptr<Copy> copy) {
+  if (options.policy == Policy::kEarly) return copy->finish();
+  copies.push_back(std::move(copy));
+}
+
+void note_busy(Warp& warp) {
+  if (std::find(busy.begin(), busy.end(), &warp) == busy.end()) busy.push_back(&warp);
+}
+
+void run_grid(const std::function<void()>& kernel_, const char* name, dim3 grid, dim3 size, size_t shared) {
+  kernel = &kernel_;
+  blockDim = size;
+  gridDim = grid;
+  ready.clear(), polling.clear(), copies.clear(), busy.clear();
+  failure.clear();
+  running = nullptr;
+  idle_polls = 0;
+  // A grid that fits runs at once, as persistent kernels count on; another one block after the other.
+  const bool at_once = shared > 0 && grid.x <= static_cast<unsigned>(options.multiprocessors);
+  std::vector<std::unique_ptr<Block>> blocks;
+  const auto finish = [&] {
+    for (auto& block : blocks) std::free(block->shared);
+    blocks.clear();
+    ready.clear(), polling.clear(), copies.clear(), busy.clear();
+    running = nullptr;
+  };
+  try {
+    for (unsigned i = 0; i < grid.x; ++i) {
+      blocks.push_back(make_block(i, size, shared, at_once ? i * size.x : 0));
+      if (at_once && i + 1 < grid.x) continue;
+      run_blocks(blocks);
+      for (const auto& copy : copies)
+        if (copy->read) fail("the block ends with a copy to or from its shared memory in flight");
+      for (auto& copy : copies) copy->finish();  // what needs no wait: the writes of stores
+      copies.clear();
+      finish();
+    }
+  } catch (const std::exception& error) {
+    finish();
+    throw std::runtime_error(std::string(name) + ": " + error.what());
+  }
+}
+
+void seed_generator() {
+  generator.seed(options.seed * 0x9e3779b97f4a7c15u + 1);
+}
+
+}  // namespace fa2::emulation
