@@ -94,8 +94,7 @@ Kernel hopper_bwd_row() {
 
 template <DType kDType, int... kHeadDims>
 void append_hopper(std::vector<Kernel>& kernels) {
-  for (const Kernel& row : {hopper_fwd_row<kDType, kHeadDims>()..., hopper_bwd_row<kDType, 64>(),
-                            hopper_bwd_row<kDType, 96>(), hopper_bwd_row<kDType, 128>()})
+  for (const Kernel& row : {hopper_fwd_row<kDType, kHeadDims>()..., hopper_bwd_row<kDType, kHeadDims>()...})
     kernels.push_back(row);
 }
 #endif

@@ -331,13 +331,13 @@ __global__ void __launch_bounds__(Config::kThreads, 1) attention_bwd(__grid_cons
         const int m_first = steps.m_block * kBlockM, head = steps.head;
         slot.next();
         steps.next(work);
-        // What is in flight must not depend on data: after the last step a piece of a product starts, over
-        // whatever is there, and is dropped.
+        // What is in flight must not depend on data: after the last step a piece of a product starts, of keys
+        // with keys, and is dropped.
         if (steps.left > 0) {
           ptx::mbarrier_wait(barrier(Barrier::kQFull + slot.index), slot.parity);
           start_scores<Element, Slab, kBlockN, kBlockM, kHeadDim / 16>(acc_s, matrix_k, stage_of(matrix_q));
         } else {
-          start_scores<Element, Slab, kBlockN, kBlockM, 1>(acc_s, matrix_k, stage_of(matrix_q));
+          start_scores<Element, Slab, kBlockN, kBlockM, 1>(acc_s, matrix_k, matrix_k - own_keys / 16);
         }
         ptx::wgmma_wait<1>();
         ptx::wgmma_pin(acc_dq);

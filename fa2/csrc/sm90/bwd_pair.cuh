@@ -70,7 +70,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     ptx::mbarrier_init(barrier(Barrier::kPFull), 4);
     ptx::mbarrier_init(barrier(Barrier::kDsFull), 4);
     ptx::mbarrier_init(barrier(Barrier::kOtherFull), 1);
-    ptx::mbarrier_init(barrier(Barrier::kDsEmpty), 4 + 8);
+    ptx::mbarrier_init(barrier(Barrier::kDsEmpty), 2 * 2 * 4);
     for (int i = 0; i < kStages; ++i) {
       ptx::mbarrier_init(barrier(Barrier::kQFull + i), 1);
       ptx::mbarrier_init(barrier(Barrier::kDoFull + i), 2);
@@ -228,12 +228,15 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     const auto stage_of = [&](uint64_t matrix, int stage) { return matrix + stage * Config::kQ_bytes / 16; };
     const auto wait_q = [&] { ptx::mbarrier_wait(barrier(Barrier::kQFull + slot.index), slot.parity); };
     const auto wait_do = [&] { ptx::mbarrier_wait(barrier(Barrier::kDoFull + slot.index), slot.parity); };
+    const auto arrive_in_both = [&](int index) {
+      if (lane == 0) {
+        ptx::mbarrier_arrive(barrier(index));
+        ptx::mbarrier_arrive_cluster(ptx::cluster_address(barrier(index), other));
+      }
+    };
     const auto release = [&](int stage) {
       __syncwarp();
-      if (lane == 0) {
-        ptx::mbarrier_arrive(barrier(Barrier::kQEmpty + stage));
-        ptx::mbarrier_arrive_cluster(ptx::cluster_address(barrier(Barrier::kQEmpty + stage), other));
-      }
+      arrive_in_both(Barrier::kQEmpty + stage);
     };
     const auto start_dq = [&](auto& acc) {
       ptx::wgmma_discard(acc);
@@ -339,15 +342,14 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
           const int stage = slot.index, m_block = steps.m_block, head = steps.head;
           slot.next();
           steps.next(work);
-          // What is in flight must not depend on data: after the last step a piece of a product starts, over
-          // whatever is there, and is dropped.
+          // What is in flight must not depend on data: after the last step a piece of a product starts, of
+          // keys with keys, and is dropped.
           if (steps.left > 0) {
             wait_q();
             start_scores<Element, Slab, kKeys, kBlockM, kHeadDim / 16>(acc_score, matrix_k,
                                                                        stage_of(matrix_q, slot.index));
           } else {
-            start_scores<Element, Slab, kKeys, kBlockM, 1>(acc_score, matrix_k,
-                                                           stage_of(matrix_q, slot.index));
+            start_scores<Element, Slab, kKeys, kBlockM, 1>(acc_score, matrix_k, matrix_k);
           }
           ptx::mbarrier_wait(barrier(Barrier::kDsFull), ds_parity);
           ptx::mbarrier_wait(barrier(Barrier::kOtherFull), other_parity);
@@ -362,8 +364,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
           if (steps.left > 0) make_p();
           ptx::wgmma_wait<0>();
           ptx::wgmma_pin(acc_dq);
-          if (lane == 0)
-            ptx::mbarrier_arrive_cluster(ptx::cluster_address(barrier(Barrier::kDsEmpty), other));
+          arrive_in_both(Barrier::kDsEmpty);
           if (steps.left == 0) {
             finish_dq(acc_dq, work, m_block, head);
             break;
@@ -425,8 +426,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
             start_scores<Element, Slab, kKeys, kBlockM, kHeadDim / 16>(acc_score, matrix_v,
                                                                        stage_of(matrix_do, slot.index));
           } else {
-            start_scores<Element, Slab, kKeys, kBlockM, 1>(acc_score, matrix_v,
-                                                           stage_of(matrix_do, slot.index));
+            start_scores<Element, Slab, kKeys, kBlockM, 1>(acc_score, matrix_v, matrix_v);
           }
           ptx::mbarrier_wait(barrier(Barrier::kOtherFull), other_parity);
           other_parity ^= 1;
@@ -438,10 +438,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
           release(stage);
           ptx::wgmma_wait<0>();
           ptx::wgmma_pin(acc_dq);
-          if (lane == 0) {
-            ptx::mbarrier_arrive(barrier(Barrier::kDsEmpty));
-            ptx::mbarrier_arrive_cluster(ptx::cluster_address(barrier(Barrier::kDsEmpty), other));
-          }
+          arrive_in_both(Barrier::kDsEmpty);
           finish_dq(acc_dq, work, m_block, head);
         } while (steps.left > 0);
       }

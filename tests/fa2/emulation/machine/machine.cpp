@@ -63,9 +63,23 @@ void end_barrier(Block& block, NamedBarrier& barrier) {
   barrier.arrived = 0;
   block.last_barrier = std::exchange(barrier.clock, {});
   for (Thread* waiting : std::exchange(barrier.waiting, {})) {
-    block.races->acquire(waiting->warp->index, block.last_barrier);
+    block.races->acquire(waiting->warp->actor, block.last_barrier);
     wake(*waiting);
   }
+}
+
+int alive_in(const Cluster& cluster) {
+  int alive = 0;
+  for (const Block* block : cluster.blocks) alive += block->alive;
+  return alive;
+}
+
+void end_cluster_barrier(Cluster& cluster) {
+  if (cluster.arrived == 0 || cluster.arrived < alive_in(cluster)) return;
+  cluster.arrived = 0;
+  ++cluster.phase;
+  cluster.completed = std::exchange(cluster.clock, {});
+  for (Thread* waiting : std::exchange(cluster.waiting, {})) wake(*waiting);
 }
 
 [[noreturn]] void thread_main() {
@@ -89,6 +103,7 @@ void end_barrier(Block& block, NamedBarrier& barrier) {
   if (all.threads < 0 && all.arrived > 0 && all.arrived == block.alive) {
     end_barrier(block, all);
   }
+  end_cluster_barrier(*block.cluster);
   switch_fiber(thread.fiber, scheduler);
   __builtin_unreachable();
 }
@@ -176,7 +191,7 @@ bool run_async() {
                             std::count_if(block->mbarriers.begin(), block->mbarriers.end(),
                                           [&](const auto& other) { return other.first < wait.address; })),
                         wait.parity, b.phase, b.pending, b.expected, static_cast<long long>(b.bytes));
-        } else if (std::strncmp(wait.what, "barrier", 7) == 0) {
+        } else if (std::strcmp(wait.what, "barrier") == 0) {
           const NamedBarrier& b = block->barriers[wait.parity];
           std::snprintf(line, sizeof line, "barrier %u: %d of %d threads there", wait.parity, b.arrived,
                         b.threads < 0 ? block->alive : b.threads);
@@ -248,7 +263,6 @@ std::unique_ptr<Block> make_block(unsigned index, dim3 size, size_t shared_bytes
   block->shared_bytes = static_cast<uint32_t>(shared_bytes);
   block->shared = static_cast<unsigned char*>(std::aligned_alloc(1024, (shared_bytes + 2047) / 1024 * 1024));
   std::memset(block->shared, 0xff, shared_bytes);  // NaN, whatever the type
-  block->races = std::make_unique<Races>((threads + 31) / 32, block->shared_bytes);
   block->wgmma_log.resize(threads / 128 + 1);
   for (int i = 0; i < threads; ++i) {
     Thread& thread = block->threads[i];
@@ -349,12 +363,23 @@ void check_global(const void* pointer, uint64_t bytes, const char* what) {
        static_cast<unsigned long long>(bytes));
 }
 
+Block& block_at(uint32_t& address) {
+  Block& own = *running->block;
+  const uint32_t rank = address >> kRankShift;
+  address &= (1u << kRankShift) - 1;
+  if (rank == 0) return own;
+  if (rank > own.cluster->blocks.size()) fail("an address in block %u of a cluster of %zu", rank - 1, own.cluster->blocks.size());
+  Block& block = *own.cluster->blocks[rank - 1];
+  if (block.alive == 0) fail("block %u of the cluster has ended, and its shared memory is accessed", rank - 1);
+  return block;
+}
+
 MBarrier& mbarrier_at(Block& block, uint32_t address) {
   const auto found = block.mbarriers.find(address);
   if (found == block.mbarriers.end()) fail("mbarrier at %u: not initialised", address);
   MBarrier& barrier = found->second;
-  if (running != nullptr && running->warp->index != barrier.made_by &&
-      !block.races->knows(running->warp->index, barrier.made_by, barrier.made_at))
+  if (running != nullptr && running->warp->actor != barrier.made_by &&
+      !block.races->knows(running->warp->actor, barrier.made_by, barrier.made_at))
     fail("race: the mbarrier at %u is used, with no order after its initialisation", address);
   return barrier;
 }
@@ -367,7 +392,7 @@ void mbarrier_init(uint32_t address, int arrivals) {
   MBarrier& barrier = block.mbarriers[address];
   barrier.expected = barrier.pending = arrivals;
   barrier.actor = block.races->add_actor();
-  barrier.made_by = running->warp->index;
+  barrier.made_by = running->warp->actor;
   barrier.made_at = block.races->now(barrier.made_by);
 }
 
@@ -383,11 +408,10 @@ void end_phase_if_complete(MBarrier& barrier) {
 }
 }  // namespace
 
-void mbarrier_arrive(uint32_t address, int64_t expect_bytes) {
-  Block& block = *running->block;
+void mbarrier_arrive(Block& block, uint32_t address, int64_t expect_bytes) {
   MBarrier& barrier = mbarrier_at(block, address);
   barrier.bytes += expect_bytes;
-  block.races->release(running->warp->index, barrier.arrived);
+  block.races->release(running->warp->actor, barrier.arrived);
   if (--barrier.pending < 0)
     fail("mbarrier at %u: more than its %d arrivals in one phase", address, barrier.expected);
   end_phase_if_complete(barrier);
@@ -408,7 +432,7 @@ void mbarrier_wait(uint32_t address, uint32_t parity) {
     barrier.waiting.push_back(running);
     suspend({"mbarrier", address, parity});
   }
-  block.races->acquire(running->warp->index, barrier.completed);
+  block.races->acquire(running->warp->actor, barrier.completed);
 }
 
 void barrier(int id, int threads, bool wait) {
@@ -420,7 +444,7 @@ void barrier(int id, int threads, bool wait) {
   if (barrier.arrived > 0 && barrier.threads != threads)
     fail("barrier %d: for %d threads, but others are there for %d", id, threads, barrier.threads);
   barrier.threads = threads;
-  block.races->release(running->warp->index, barrier.clock);
+  block.races->release(running->warp->actor, barrier.clock);
   if (++barrier.arrived < (threads < 0 ? block.alive : threads)) {
     if (wait) {
       barrier.waiting.push_back(running);
@@ -429,7 +453,24 @@ void barrier(int id, int threads, bool wait) {
     return;
   }
   end_barrier(block, barrier);
-  if (wait) block.races->acquire(running->warp->index, block.last_barrier);
+  if (wait) block.races->acquire(running->warp->actor, block.last_barrier);
+}
+
+void cluster_arrive() {
+  Cluster& cluster = *running->block->cluster;
+  running->cluster_phase = cluster.phase;
+  cluster.races->release(running->warp->actor, cluster.clock);
+  ++cluster.arrived;
+  end_cluster_barrier(cluster);
+}
+
+void cluster_wait() {
+  Cluster& cluster = *running->block->cluster;
+  while (cluster.phase == running->cluster_phase) {
+    cluster.waiting.push_back(running);
+    suspend({"barrier.cluster", 0, 0});
+  }
+  cluster.races->acquire(running->warp->actor, cluster.completed);
 }
 
 void start(std::shared_ptr<Copy> copy) {
@@ -441,7 +482,26 @@ void note_busy(Warp& warp) {
   if (std::find(busy.begin(), busy.end(), &warp) == busy.end()) busy.push_back(&warp);
 }
 
-void run_grid(const std::function<void()>& kernel_, const char* name, dim3 grid, dim3 size, size_t shared) {
+// One cluster's blocks, numbered from `first` on.
+void make_cluster(Cluster& cluster, std::vector<std::unique_ptr<Block>>& blocks, unsigned first, unsigned count,
+                  dim3 size, size_t shared, size_t first_stack) {
+  const int warps = (size.x + 31) / 32;
+  const uint32_t room = (static_cast<uint32_t>(shared) + 31) / 16 * 16;
+  cluster.races = std::make_unique<Races>(warps * count, room * count);
+  for (unsigned rank = 0; rank < count; ++rank) {
+    blocks.push_back(make_block(first + rank, size, shared, first_stack + rank * size.x));
+    Block& block = *blocks.back();
+    block.cluster = &cluster;
+    block.rank = rank;
+    block.place = rank * room;
+    block.races = cluster.races.get();
+    for (Warp& warp : block.warps) warp.actor = static_cast<int>(rank) * warps + warp.index;
+    cluster.blocks.push_back(&block);
+  }
+}
+
+void run_grid(const std::function<void()>& kernel_, const char* name, dim3 grid, dim3 size, size_t shared,
+              unsigned cluster_blocks) {
   kernel = &kernel_;
   blockDim = size;
   gridDim = grid;
@@ -452,16 +512,18 @@ void run_grid(const std::function<void()>& kernel_, const char* name, dim3 grid,
   // A grid that fits runs at once, as persistent kernels count on; another one block after the other.
   const bool at_once = shared > 0 && grid.x <= static_cast<unsigned>(options.multiprocessors);
   std::vector<std::unique_ptr<Block>> blocks;
+  std::deque<Cluster> clusters;
   const auto finish = [&] {
     for (auto& block : blocks) std::free(block->shared);
     blocks.clear();
+    clusters.clear();
     ready.clear(), polling.clear(), copies.clear(), busy.clear();
     running = nullptr;
   };
   try {
-    for (unsigned i = 0; i < grid.x; ++i) {
-      blocks.push_back(make_block(i, size, shared, at_once ? i * size.x : 0));
-      if (at_once && i + 1 < grid.x) continue;
+    for (unsigned i = 0; i < grid.x; i += cluster_blocks) {
+      make_cluster(clusters.emplace_back(), blocks, i, cluster_blocks, size, shared, at_once ? i * size.x : 0);
+      if (at_once && i + cluster_blocks < grid.x) continue;
       run_blocks(blocks);
       for (const auto& copy : copies)
         if (copy->read) fail("the block ends with a copy to or from its shared memory in flight");

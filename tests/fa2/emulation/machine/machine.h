@@ -42,6 +42,7 @@ extern Options options;
 struct Thread;
 struct Warp;
 struct Block;
+struct Cluster;
 
 // A shared-memory barrier of mbarrier.* (PTX ISA, mbarrier): a phase ends when neither arrivals nor bytes are
 // outstanding.
@@ -100,6 +101,7 @@ struct Thread {
   bool done = false, polling = false;
   Wait wait;
   std::vector<uint32_t> async_fences;     // the warp's time at each fence.proxy.async
+  uint32_t cluster_phase = 0;             // of barrier.cluster, at its arrival
   uint64_t wgmmas = 0, wgmma_groups = 0;  // issued, committed
   bool wgmma_fenced = false;
   std::vector<std::shared_ptr<Copy>> bulk;               // not yet committed
@@ -115,6 +117,7 @@ struct Wgmma;
 struct Warp {
   Block* block = nullptr;
   int index = 0;
+  int actor = 0;               // its number in the cluster
   uint32_t lanes = kFullWarp;  // that exist
   uint32_t ready = 0;
   int place = -1;  // in the scheduler's list
@@ -129,6 +132,8 @@ struct Warp {
 };
 
 struct Block {
+  Cluster* cluster = nullptr;
+  uint32_t rank = 0, place = 0;  // its number in the cluster; where its shared memory is in that of all
   uint3 index = {};
   dim3 size;
   std::vector<Thread> threads;
@@ -140,9 +145,22 @@ struct Block {
   NamedBarrier barriers[16];
   Clock last_barrier;  // what those who waited at the barrier that ended last now know
   int or_votes = 0;  // __syncthreads_or
-  std::unique_ptr<Races> races;
+  Races* races = nullptr;  // the cluster's
   std::vector<std::vector<std::shared_ptr<Wgmma>>> wgmma_log;  // by warpgroup: what its n-th wgmma is
 };
+
+// Blocks that run together (a launch without clusters has clusters of one). An address of the cluster is a
+// block's own one and, above kRankShift, its rank + 1; 0 there is the block itself.
+struct Cluster {
+  std::vector<Block*> blocks;
+  std::unique_ptr<Races> races;
+  // barrier.cluster
+  int arrived = 0;
+  uint32_t phase = 0;
+  std::vector<Thread*> waiting;
+  Clock clock, completed;
+};
+constexpr uint32_t kRankShift = 24;
 
 Thread& current();
 uint64_t random_number();
@@ -161,6 +179,8 @@ void together(const void* at, const char* name, void* argument, const Work& work
 
 // The block's shared memory at an address, checked.
 unsigned char* shared_pointer(Block& block, uint32_t address, uint32_t bytes);
+// The block that an address of the cluster names, and the address in that block.
+Block& block_at(uint32_t& address);
 // Global memory, checked against what the caller of the kernel said exists.
 void check_global(const void* pointer, uint64_t bytes, const char* what);
 void allow_global(const void* pointer, uint64_t bytes);
@@ -169,17 +189,22 @@ void forget_global();
 // mbarrier.
 void mbarrier_init(uint32_t address, int arrivals);
 MBarrier& mbarrier_at(Block& block, uint32_t address);
-void mbarrier_arrive(uint32_t address, int64_t expect_bytes);
+void mbarrier_arrive(Block& block, uint32_t address, int64_t expect_bytes);
 void mbarrier_complete(Block& block, uint32_t address, int64_t bytes);
 void mbarrier_wait(uint32_t address, uint32_t parity);
 
 // barrier.cta; threads < 0: all of the block.
 void barrier(int id, int threads, bool wait);
 
+// barrier.cluster.arrive and .wait.
+void cluster_arrive();
+void cluster_wait();
+
 // Asynchronous copies.
 void start(std::shared_ptr<Copy> copy);
 
-void run_grid(const std::function<void()>& kernel, const char* name, dim3 grid, dim3 size, size_t shared);
+void run_grid(const std::function<void()>& kernel, const char* name, dim3 grid, dim3 size, size_t shared,
+              unsigned cluster);
 
 // One warp's next wgmma.
 void execute_wgmma(Warp& warp);

@@ -77,14 +77,24 @@ Box box_of(const Call& call, size_t i) {
   return box;
 }
 
+void load_box_into(Block& block, uint32_t shared, uint32_t barrier, const Box& box);
+
 void load_box(const Call& call) {
-  Block& block = *current().block;
   const uint32_t shared = static_cast<uint32_t>(call.address(0)), barrier = static_cast<uint32_t>(call.address(2));
   const Box box = box_of(call, 1);
+  if (!call.statement.has("multicast::cluster")) return load_box_into(*current().block, shared, barrier, box);
+  const uint32_t mask = call.u32(3) & 0xffff;
+  Cluster& cluster = *current().block->cluster;
+  if (mask == 0 || mask >> cluster.blocks.size() != 0) fail("TMA: multicast to blocks %x of a cluster of %zu", mask, cluster.blocks.size());
+  for (Block* block : cluster.blocks)
+    if (mask >> block->rank & 1) load_box_into(*block, shared, barrier, box);
+}
+
+void load_box_into(Block& block, uint32_t shared, uint32_t barrier, const Box& box) {
   check_shared(block, shared, box.map);
   const TensorMap map = box.map;
   const MBarrier& its = mbarrier_at(block, barrier);
-  block.races->begin_write(current(), shared, box_bytes(map), its.actor, its.phase + 1);
+  block.races->begin_write(current(), block, shared, box_bytes(map), its.actor, its.phase + 1);
   auto copy = std::make_shared<Copy>();
   copy->read = [=, &block] {
     for_each_piece(map, shared, box.at, [&](uint32_t to, unsigned char* from, int bytes) {
@@ -171,12 +181,35 @@ void load_bytes(const Call& call) {
   const uint32_t bytes = bulk_bytes(call, 2, call.address(1), shared);
   const MBarrier& its = mbarrier_at(block, barrier);
   shared_pointer(block, shared, bytes);
-  block.races->begin_write(current(), shared, bytes, its.actor, its.phase + 1);
+  block.races->begin_write(current(), block, shared, bytes, its.actor, its.phase + 1);
   auto copy = std::make_shared<Copy>();
   copy->read = [=, &block] {
     check_global(global, bytes, "a bulk load");
     std::memcpy(shared_pointer(block, shared, bytes), global, bytes);
     mbarrier_complete(block, barrier, bytes);
+  };
+  start(copy);
+}
+
+// cp.async.bulk [another block's shared], [shared], bytes, [that block's mbarrier]
+void copy_to_block(const Call& call) {
+  Thread& thread = current();
+  Block& source = *thread.block;
+  uint32_t to = static_cast<uint32_t>(call.address(0)), barrier = static_cast<uint32_t>(call.address(3));
+  Block& target = block_at(to);
+  if (&block_at(barrier) != &target) fail("a copy to one block, its mbarrier in another");
+  const uint32_t from = static_cast<uint32_t>(call.address(1));
+  const uint32_t bytes = bulk_bytes(call, 2, to, from);
+  const MBarrier& its = mbarrier_at(target, barrier);
+  shared_pointer(source, from, bytes), shared_pointer(target, to, bytes);
+  source.races->begin_copy_read(thread, from, bytes, its.actor, its.phase + 1);
+  source.races->begin_write(thread, target, to, bytes, its.actor, its.phase + 1);
+  auto copy = std::make_shared<Copy>();
+  auto data = std::make_shared<std::vector<unsigned char>>(bytes);
+  copy->read = [=, &source] { std::memcpy(data->data(), shared_pointer(source, from, bytes), bytes); };
+  copy->write = [=, &target] {
+    std::memcpy(shared_pointer(target, to, bytes), data->data(), bytes);
+    mbarrier_complete(target, barrier, bytes);
   };
   start(copy);
 }
@@ -215,7 +248,7 @@ void wait(const Call& call) {
     for (const auto& copy : groups[i].second) {
       read_only ? copy->finish_read() : copy->finish();
       for (const Piece& piece : std::exchange(copy->source, {}))
-        thread.block->races->end_read(thread.warp->index, Races::kBulk, piece.address, piece.bytes, groups[i].first);
+        thread.block->races->end_read(*thread.warp, Races::kBulk, piece.address, piece.bytes, groups[i].first);
     }
   const auto done = [](const auto& group) {
     return std::all_of(group.second.begin(), group.second.end(),
@@ -230,6 +263,7 @@ Handler find_copies(const std::string& opcode) {
   static const std::map<std::string, Handler> known = {
       {"cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes", load_bytes},
       {"cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes", load_bytes},
+      {"cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes", copy_to_block},
       {"cp.async.bulk.global.shared::cta.bulk_group", store_bytes},
       {"cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32", store_bytes},
       {"cp.async.bulk.commit_group", commit},
@@ -241,7 +275,9 @@ Handler find_copies(const std::string& opcode) {
   for (int d = 1; d <= 5; ++d) {
     const std::string rank = std::to_string(d) + "d.";
     if (opcode == "cp.async.bulk.tensor." + rank + "shared::cluster.global.tile.mbarrier::complete_tx::bytes" ||
-        opcode == "cp.async.bulk.tensor." + rank + "shared::cluster.global.mbarrier::complete_tx::bytes")
+        opcode == "cp.async.bulk.tensor." + rank + "shared::cluster.global.mbarrier::complete_tx::bytes" ||
+        opcode == "cp.async.bulk.tensor." + rank +
+                      "shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster")
       return load_box;
     if (opcode == "cp.async.bulk.tensor." + rank + "global.shared::cta.tile.bulk_group" ||
         opcode == "cp.async.bulk.tensor." + rank + "global.shared::cta.bulk_group" ||

@@ -16,13 +16,15 @@ void init(const Call& call) {
 }
 
 void arrive(const Call& call) {
-  mbarrier_arrive(static_cast<uint32_t>(call.address(1)), 0);
+  uint32_t address = static_cast<uint32_t>(call.address(1));
+  Block& its = block_at(address);
+  mbarrier_arrive(its, address, 0);
 }
 
 void arrive_expect(const Call& call) {
   const uint32_t bytes = call.u32(2);
   if (bytes >= 1u << 20) fail("mbarrier.arrive.expect_tx: %u bytes, the limit is 2^20 - 1", bytes);
-  mbarrier_arrive(static_cast<uint32_t>(call.address(1)), bytes);
+  mbarrier_arrive(block(), static_cast<uint32_t>(call.address(1)), bytes);
 }
 
 void expect(const Call& call) {
@@ -56,7 +58,22 @@ void elect(const Call& call) {
 
 void fence_async(const Call&) {
   Thread& thread = current();
-  thread.async_fences.push_back(thread.block->races->now(thread.warp->index));
+  thread.async_fences.push_back(thread.block->races->now(thread.warp->actor));
+}
+
+void arrive_at_cluster(const Call&) {
+  cluster_arrive();
+}
+
+void wait_for_cluster(const Call&) {
+  cluster_wait();
+}
+
+// mapa: the same place in another block.
+void map_address(const Call& call) {
+  const uint32_t rank = call.u32(2);
+  if (rank >= block().cluster->blocks.size()) fail("mapa: block %u of a cluster of %zu", rank, block().cluster->blocks.size());
+  call.set(0, static_cast<uint32_t>(call.u32(1) | (rank + 1) << kRankShift));
 }
 
 void aligned_nothing(const Call& call) {
@@ -71,9 +88,14 @@ Handler find_synchronisation(const std::string& opcode) {
   static const std::map<std::string, Handler> known = {
       {"mbarrier.init.shared::cta.b64", init},
       {"mbarrier.arrive.shared::cta.b64", arrive},
+      {"mbarrier.arrive.release.cluster.shared::cluster.b64", arrive},
       {"mbarrier.arrive.expect_tx.shared::cta.b64", arrive_expect},
       {"mbarrier.expect_tx.relaxed.cta.shared::cta.b64", expect},
       {"mbarrier.try_wait.parity.shared::cta.b64", try_wait},
+      {"mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64", try_wait},
+      {"barrier.cluster.arrive.release", arrive_at_cluster},
+      {"barrier.cluster.wait.acquire", wait_for_cluster},
+      {"mapa.shared::cluster.u32", map_address},
       {"barrier.cta.sync", barrier_sync},
       {"barrier.cta.arrive", barrier_arrive},
       {"elect.sync", elect},

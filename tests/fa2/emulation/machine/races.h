@@ -1,4 +1,4 @@
-// Order between accesses to a block's shared memory (happens-before, by vector clocks): an access that conflicts
+// Order between accesses to the shared memory of a cluster's blocks (happens-before, by vector clocks): an access that conflicts
 // with an earlier one must come after it by a chain of barriers, whatever the order in which they ran here.
 //
 // Actors are the warps, whose clocks tick when they arrive at a barrier, and the mbarriers, which stand for the
@@ -11,7 +11,9 @@
 
 namespace fa2::emulation {
 
+struct Block;
 struct Thread;
+struct Warp;
 
 using Clock = std::vector<uint32_t>;  // by actor: how much of what it did is known
 
@@ -36,8 +38,10 @@ class Races {
 
   // Asynchronous accesses, from the instruction on. Reads by the async proxy also need fence.proxy.async.
   void begin_read(const Thread& thread, Engine engine, uint32_t address, uint32_t bytes, uint64_t group);
-  void end_read(int warp, Engine engine, uint32_t address, uint32_t bytes, uint64_t group);
-  void begin_write(const Thread& thread, uint32_t address, uint32_t bytes, int actor, uint32_t time);
+  void end_read(const Warp& warp, Engine engine, uint32_t address, uint32_t bytes, uint64_t group);
+  void begin_write(const Thread& thread, const Block& target, uint32_t address, uint32_t bytes, int actor, uint32_t time);
+  // A copy from shared memory that is known to have read it when it completes at an mbarrier.
+  void begin_copy_read(const Thread& thread, uint32_t address, uint32_t bytes, int actor, uint32_t time);
   // cp.async: known to others once the thread has waited for it and arrived somewhere.
   void begin_cp_async(const Thread& thread, uint32_t address, uint32_t bytes);
   void end_cp_async(const Thread& thread, uint32_t address, uint32_t bytes);
@@ -50,12 +54,15 @@ class Races {
     uint32_t written = 0;
     const Thread* generic_writer = nullptr;  // through the generic proxy
     uint32_t fences = 0;                     // that this thread had executed before
+    int copy_reader = -1;                    // actor
+    uint32_t copy_read = 0;
   };
 
   template <class Visit>
-  void each(uint32_t address, uint32_t bytes, const Visit& visit);
+  void each(const Block& block, uint32_t address, uint32_t bytes, const Visit& visit);
   void check_written(const Thread& thread, const Granule& granule, uint32_t address, const char* what) const;
-  void check_read(const Thread& thread, size_t granule, uint32_t address, const char* what) const;
+  void check_async_source(const Thread& thread, const Granule& granule, uint32_t address, const char* what) const;
+  void check_read(const Thread& thread, const Granule& granule, size_t i, uint32_t address, const char* what) const;
   uint32_t& read_time(size_t granule, int warp, int engine) { return reads_[(granule * warps_ + warp) * 3 + engine]; }
 
   int warps_, actors_;

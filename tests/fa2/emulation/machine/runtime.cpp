@@ -21,15 +21,16 @@ std::unordered_map<const void*, int> shared_allowed;  // beyond 48 KB, by kernel
 void seed_generator();
 
 cudaError_t launch_grid(const void* function, const std::function<void()>& kernel, const char* name, dim3 grid,
-                        dim3 block, size_t shared) {
+                        dim3 block, size_t shared, unsigned cluster) {
   const auto allowed = shared_allowed.find(function);
   if (grid.x == 0 || block.x == 0 || block.x > 1024 || grid.y * grid.z * block.y * block.z != 1 ||
+      cluster < 1 || cluster > 8 || grid.x % cluster != 0 ||
       shared > (allowed == shared_allowed.end() ? 48u * 1024 : static_cast<size_t>(allowed->second))) {
     last_error = std::string(name) + ": grid, block or shared memory is not possible";
     return cudaErrorInvalidConfiguration;
   }
   try {
-    run_grid(kernel, name, grid, block, shared);
+    run_grid(kernel, name, grid, block, shared, cluster);
   } catch (const std::exception& error) {
     last_error = error.what();
     return cudaErrorLaunchFailure;
