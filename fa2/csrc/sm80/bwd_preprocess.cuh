@@ -7,6 +7,7 @@
 
 #include "../params.h"
 #include "../ptx/mma.cuh"
+#include "../ptx/warpgroup.cuh"
 #include "../tile/mask.cuh"
 #include "../tile/seqlen.cuh"
 #include "config.h"
@@ -53,6 +54,10 @@ __global__ void __launch_bounds__(kPreprocessThreads)
   const int row = index % blocks_per_head * kPreprocessRows + threadIdx.x / 8;
   const int lane = threadIdx.x % 8;
 
+  if constexpr (Config::kStartsEarly) {
+    ptx::let_next_kernel_start();  // it waits for all of this by itself
+    if (p.cu_seqlens_q == nullptr && blockIdx.x == 0 && threadIdx.x == 0) p.tiles[1] = 0;
+  }
   const int64_t threads = static_cast<int64_t>(gridDim.x) * kPreprocessThreads;
   for (int64_t i = static_cast<int64_t>(blockIdx.x) * kPreprocessThreads + threadIdx.x; i < semaphores;
        i += threads)
@@ -96,6 +101,8 @@ __global__ void __launch_bounds__(kPreprocessThreads)
     p.lse_log2[offset] = lse == -INFINITY ? INFINITY : lse * 1.4426950408889634f;
     p.delta[offset] = sum;
   }
+  // Who waits for this kernel also waits for the one before, the list of tiles.
+  if constexpr (Config::kStartsEarly) ptx::wait_for_previous_kernel();
 }
 
 }  // namespace fa2::sm80

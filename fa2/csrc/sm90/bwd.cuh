@@ -232,21 +232,19 @@ __global__ void __launch_bounds__(Config::kThreads, 1) attention_bwd(__grid_cons
   // A operands: this consumer's keys of K and V, its dS. B operands: Q and dO, as they lie (for S and dP) and
   // transposed (for dK and dV), and K transposed.
   const int own_keys = consumer * 64 * Slab::kRow_bytes;
-  const uint64_t matrix_k = ptx::shared_matrix<Slab::kRow_bytes>(shared + Config::kK + own_keys, 0);
-  const uint64_t matrix_v = ptx::shared_matrix<Slab::kRow_bytes>(shared + Config::kV + own_keys, 0);
-  const uint64_t matrix_q = ptx::shared_matrix<Slab::kRow_bytes>(shared + Config::kQ, 0);
-  const uint64_t matrix_do = ptx::shared_matrix<Slab::kRow_bytes>(shared + Config::kDo, 0);
-  const uint64_t transposed_q =
-      ptx::shared_matrix<Slab::kRow_bytes>(shared + Config::kQ, kBlockM * Slab::kRow_bytes);
-  const uint64_t transposed_do =
-      ptx::shared_matrix<Slab::kRow_bytes>(shared + Config::kDo, kBlockM * Slab::kRow_bytes);
+  const SharedMatrix<Slab::kRow_bytes> matrix_k(shared + Config::kK + own_keys, 0);
+  const SharedMatrix<Slab::kRow_bytes> matrix_v(shared + Config::kV + own_keys, 0);
+  const SharedMatrix<Slab::kRow_bytes> matrix_q(shared + Config::kQ, 0);
+  const SharedMatrix<Slab::kRow_bytes> matrix_do(shared + Config::kDo, 0);
+  const SharedMatrix<Slab::kRow_bytes> transposed_q(shared + Config::kQ, kBlockM * Slab::kRow_bytes);
+  const SharedMatrix<Slab::kRow_bytes> transposed_do(shared + Config::kDo, kBlockM * Slab::kRow_bytes);
   // dS lies in slabs of 64 queries, each kBlockN keys of 128 bytes.
   constexpr int kDsSlab_bytes = kBlockN * 128;
   const int dq_row = Config::kDqByRows ? consumer * 64 : 0;
   const int dq_slab = Config::kDqByRows ? 0 : (kHeadDim - Config::kDqColumns) / Slab::kWidth * consumer;
-  const uint64_t transposed_ds =
-      ptx::shared_matrix<128>(shared + Config::kDs + (Config::kDqByRows ? consumer * kDsSlab_bytes : 0), 0);
-  const uint64_t transposed_k = ptx::shared_matrix<Slab::kRow_bytes>(
+  const SharedMatrix<128> transposed_ds(
+      shared + Config::kDs + (Config::kDqByRows ? consumer * kDsSlab_bytes : 0), 0);
+  const SharedMatrix<Slab::kRow_bytes> transposed_k(
       shared + Config::kK + dq_slab * kBlockN * Slab::kRow_bytes, kBlockN * Slab::kRow_bytes);
 
   float acc_s[1][kBlockM / 8][4], acc_dp[1][kBlockM / 8][4];
@@ -266,7 +264,9 @@ __global__ void __launch_bounds__(Config::kThreads, 1) attention_bwd(__grid_cons
     clear(acc_dv);
 
     if (steps.left > 0) {
-      const auto stage_of = [&](uint64_t matrix) { return matrix + slot.index * Config::kQ_bytes / 16; };
+      const auto stage_of = [&](SharedMatrix<Slab::kRow_bytes> matrix) {
+        return matrix + slot.index * Config::kQ_bytes;
+      };
       ptx::mbarrier_wait(barrier(Barrier::kKFull), kv_parity);
       ptx::mbarrier_wait(barrier(Barrier::kQFull + slot.index), slot.parity);
       start_scores<Element, Slab, kBlockN, kBlockM, kHeadDim / 16>(acc_s, matrix_k, stage_of(matrix_q));
@@ -306,7 +306,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1) attention_bwd(__grid_cons
         start_sum<Element, Slab>(acc_dk, ds_frag, stage_of(transposed_q));
 
         const uint32_t sDs = shared + Config::kDs + ds_buffer * Config::kDs_bytes;
-        const uint64_t this_ds = transposed_ds + ds_buffer * Config::kDs_bytes / 16;
+        const auto this_ds = transposed_ds + ds_buffer * Config::kDs_bytes;
         ds_buffer ^= 1;
 #pragma unroll
         for (int j = 0; j < kBlockM / 16; ++j)
@@ -322,8 +322,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1) attention_bwd(__grid_cons
         ptx::wgmma_fence();
 #pragma unroll
         for (int k = 0; k < kBlockN / 16; ++k)
-          ptx::wgmma<Element, true, true>(acc_dq[0], this_ds + k * 16 * 128 / 16,
-                                          transposed_k + k * 16 * Slab::kRow_bytes / 16, k > 0);
+          ptx::wgmma<Element, true, true>(acc_dq[0], this_ds + k * 16 * 128,
+                                          transposed_k + k * 16 * Slab::kRow_bytes, k > 0);
         ptx::wgmma_commit();
 
         BlockRange keys;
@@ -337,7 +337,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1) attention_bwd(__grid_cons
           ptx::mbarrier_wait(barrier(Barrier::kQFull + slot.index), slot.parity);
           start_scores<Element, Slab, kBlockN, kBlockM, kHeadDim / 16>(acc_s, matrix_k, stage_of(matrix_q));
         } else {
-          start_scores<Element, Slab, kBlockN, kBlockM, 1>(acc_s, matrix_k, matrix_k - own_keys / 16);
+          start_scores<Element, Slab, kBlockN, kBlockM, 1>(acc_s, matrix_k, matrix_k + -own_keys);
         }
         ptx::wgmma_wait<1>();
         ptx::wgmma_pin(acc_dq);

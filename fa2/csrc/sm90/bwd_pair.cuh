@@ -197,22 +197,20 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     ptx::take_registers<Config::kConsumerRegisters>();
     const bool leader = warp == 0 && lane == 0;
     const auto sync_warpgroup = [&] { ptx::barrier_sync(1 + warpgroup, 128); };
-    const uint64_t matrix_k = ptx::shared_matrix<Slab::kRow_bytes>(shared + Config::kK, 0);
-    const uint64_t matrix_v = ptx::shared_matrix<Slab::kRow_bytes>(shared + Config::kV, 0);
-    const uint64_t matrix_q = ptx::shared_matrix<Slab::kRow_bytes>(shared + Config::kQ, 0);
-    const uint64_t matrix_do = ptx::shared_matrix<Slab::kRow_bytes>(shared + Config::kDo, 0);
-    const uint64_t transposed_q =
-        ptx::shared_matrix<Slab::kRow_bytes>(shared + Config::kQ, kBlockM * Slab::kRow_bytes);
-    const uint64_t transposed_do =
-        ptx::shared_matrix<Slab::kRow_bytes>(shared + Config::kDo, kBlockM * Slab::kRow_bytes);
-    const uint64_t transposed_ds = ptx::shared_matrix<128>(shared + Config::kDs, 0);
-    const uint64_t other_ds = ptx::shared_matrix<128>(shared + Config::kOtherDs, 0);
+    const SharedMatrix<Slab::kRow_bytes> matrix_k(shared + Config::kK, 0);
+    const SharedMatrix<Slab::kRow_bytes> matrix_v(shared + Config::kV, 0);
+    const SharedMatrix<Slab::kRow_bytes> matrix_q(shared + Config::kQ, 0);
+    const SharedMatrix<Slab::kRow_bytes> matrix_do(shared + Config::kDo, 0);
+    const SharedMatrix<Slab::kRow_bytes> transposed_q(shared + Config::kQ, kBlockM * Slab::kRow_bytes);
+    const SharedMatrix<Slab::kRow_bytes> transposed_do(shared + Config::kDo, kBlockM * Slab::kRow_bytes);
+    const SharedMatrix<128> transposed_ds(shared + Config::kDs, 0);
+    const SharedMatrix<128> other_ds(shared + Config::kOtherDs, 0);
     // K's columns of this consumer's share of dQ, of this block's keys and of the other's.
     const int share = warpgroup == 1 ? 0 : Config::kDqFirst / Slab::kWidth;
-    const uint64_t transposed_k = ptx::shared_matrix<Slab::kRow_bytes>(
+    const SharedMatrix<Slab::kRow_bytes> transposed_k(
         shared + Config::kK + (rank * Slab::kCount / 2 + share) * kKeys * Slab::kRow_bytes,
         kKeys * Slab::kRow_bytes);
-    const uint64_t transposed_other = ptx::shared_matrix<Slab::kRow_bytes>(
+    const SharedMatrix<Slab::kRow_bytes> transposed_other(
         shared + Config::kOther + share * kKeys * Slab::kRow_bytes, kKeys * Slab::kRow_bytes);
     // A warp's 16 keys of P, and then of dS, are the same 2 KB: the first consumer's warp writes P there, in
     // the order of its registers, and the second's of the same number reads it and writes dS.
@@ -225,7 +223,9 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     uint32_t kv_parity = 0, ds_parity = 0, other_parity = 0;
     const float scale_log2 = p.softmax_scale * 1.4426950408889634f;
 
-    const auto stage_of = [&](uint64_t matrix, int stage) { return matrix + stage * Config::kQ_bytes / 16; };
+    const auto stage_of = [&](SharedMatrix<Slab::kRow_bytes> matrix, int stage) {
+      return matrix + stage * Config::kQ_bytes;
+    };
     const auto wait_q = [&] { ptx::mbarrier_wait(barrier(Barrier::kQFull + slot.index), slot.parity); };
     const auto wait_do = [&] { ptx::mbarrier_wait(barrier(Barrier::kDoFull + slot.index), slot.parity); };
     const auto arrive_in_both = [&](int index) {
@@ -243,12 +243,12 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
       ptx::wgmma_fence();
 #pragma unroll
       for (int k = 0; k < kKeys / 16; ++k)
-        ptx::wgmma<Element, true, true>(acc[0], transposed_ds + k * 16 * 128 / 16,
-                                        transposed_k + k * 16 * Slab::kRow_bytes / 16, k > 0);
+        ptx::wgmma<Element, true, true>(acc[0], transposed_ds + k * 16 * 128,
+                                        transposed_k + k * 16 * Slab::kRow_bytes, k > 0);
 #pragma unroll
       for (int k = 0; k < kKeys / 16; ++k)
-        ptx::wgmma<Element, true, true>(acc[0], other_ds + k * 16 * 128 / 16,
-                                        transposed_other + k * 16 * Slab::kRow_bytes / 16, true);
+        ptx::wgmma<Element, true, true>(acc[0], other_ds + k * 16 * 128,
+                                        transposed_other + k * 16 * Slab::kRow_bytes, true);
       ptx::wgmma_commit();
     };
     // This consumer's share of the block's columns of dQ goes out.

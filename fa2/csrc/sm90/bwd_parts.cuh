@@ -110,18 +110,38 @@ struct RowValues {
   }
 };
 
+// A matrix descriptor of which only the lower half is kept in a register: the upper half is a constant.
+template <int kRow_bytes>
+struct SharedMatrix {
+  uint32_t low;
+
+  __device__ __forceinline__ SharedMatrix(uint32_t address, int across)
+      : low(static_cast<uint32_t>(ptx::shared_matrix<kRow_bytes>(address, across))) {}
+  // The matrix so many bytes further.
+  __device__ __forceinline__ SharedMatrix operator+(int bytes) const {
+    SharedMatrix moved = *this;
+    moved.low += bytes / 16;
+    return moved;
+  }
+  __device__ __forceinline__ operator uint64_t() const {
+    return (ptx::shared_matrix<kRow_bytes>(0, 0) & ~uint64_t{0xffffffff}) | low;
+  }
+};
+
 // Starts S or dP (64 keys x kQueries) = a (64 x 16 kProducts) * b^T, both as they lie: tiles of kKeys and
 // kQueries rows.
 template <class Element, class Slab, int kKeys, int kQueries, int kProducts>
-__device__ __forceinline__ void start_scores(float (&acc)[1][kQueries / 8][4], uint64_t a, uint64_t b) {
+__device__ __forceinline__ void start_scores(float (&acc)[1][kQueries / 8][4],
+                                             SharedMatrix<Slab::kRow_bytes> a,
+                                             SharedMatrix<Slab::kRow_bytes> b) {
   ptx::wgmma_discard(acc);
   ptx::wgmma_fence();
 #pragma unroll
   for (int k = 0; k < kProducts; ++k) {
     constexpr int kSteps = Slab::kWidth / 16;
     const int offset = k % kSteps * 32, slab = k / kSteps;
-    ptx::wgmma<Element, false, false>(acc[0], a + (slab * kKeys * Slab::kRow_bytes + offset) / 16,
-                                      b + (slab * kQueries * Slab::kRow_bytes + offset) / 16, k > 0);
+    ptx::wgmma<Element, false, false>(acc[0], a + (slab * kKeys * Slab::kRow_bytes + offset),
+                                      b + (slab * kQueries * Slab::kRow_bytes + offset), k > 0);
   }
   ptx::wgmma_commit();
 }
@@ -129,13 +149,13 @@ __device__ __forceinline__ void start_scores(float (&acc)[1][kQueries / 8][4], u
 // Starts dV or dK (64 keys x columns) += a (64 keys x 16 kSteps queries) * b, which lies as [query][column].
 template <class Element, class Slab, int kColumnTiles, int kSteps>
 __device__ __forceinline__ void start_sum(float (&acc)[1][kColumnTiles][4], uint32_t (&a)[1][kSteps][4],
-                                          uint64_t b) {
+                                          SharedMatrix<Slab::kRow_bytes> b) {
   ptx::wgmma_pin(acc);
   ptx::wgmma_pin(a);
   ptx::wgmma_fence();
 #pragma unroll
   for (int k = 0; k < kSteps; ++k)
-    ptx::wgmma<Element, true>(acc[0], a[0][k], b + k * 16 * Slab::kRow_bytes / 16, true);
+    ptx::wgmma<Element, true>(acc[0], a[0][k], b + k * 16 * Slab::kRow_bytes, true);
   ptx::wgmma_commit();
 }
 

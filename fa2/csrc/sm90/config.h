@@ -68,9 +68,10 @@ struct BwdTile {
 
   // What bwd_preprocess.cuh and bwd_convert.cuh ask: rows that see no key are no part of any tile; in the dQ
   // accumulator the groups of 16 columns change places, two by two, in rows of odd number, so that a warp's
-  // stores of two neighbouring rows meet different banks.
+  // stores of two neighbouring rows meet different banks. The preprocessing is launched as launch.cuh's
+  // launch_early says.
   static constexpr int kWalk = 0;
-  static constexpr bool kSkipsUnseeing = true, kAlternates = true;
+  static constexpr bool kSkipsUnseeing = true, kAlternates = true, kStartsEarly = true;
 
   // A product of dQ is 64 x 64. With 96 columns the second consumer's begins at a slab, 32: a third of it is
   // made twice and stored once.
@@ -119,7 +120,7 @@ struct BwdPairTile {
                          kRow_bytes = kWidth * 2;
   };
   static constexpr int kWalk = 0;
-  static constexpr bool kSkipsUnseeing = true, kAlternates = false;
+  static constexpr bool kSkipsUnseeing = true, kAlternates = false, kStartsEarly = true;
 
   // Of the block's half of dQ, the first consumer makes 64 columns and the second the rest.
   static constexpr int kHalf = kHeadDim / 2, kDqFirst = 64, kDqSecond = kHalf - kDqFirst;

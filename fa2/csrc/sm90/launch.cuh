@@ -7,9 +7,11 @@ namespace fa2::sm90 {
 
 // A kernel that may start while the one before it ends; it waits for that one's results itself. `cluster` of
 // its blocks, one after the other, run together.
-template <class Arguments>
-cudaError_t launch_early(void (*kernel)(Arguments), int blocks, int threads, int shared_bytes,
-                         cudaStream_t stream, const Arguments& arguments, int cluster = 1) {
+template <class... Parameters, class... Arguments>
+cudaError_t launch_early(void (*kernel)(Parameters...), int cluster, int64_t blocks, int threads,
+                         int shared_bytes, cudaStream_t stream, const Arguments&... arguments) {
+  if (blocks == 0) return cudaSuccess;
+  if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
   cudaLaunchAttribute attributes[2];
   attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attributes[0].val.programmaticStreamSerializationAllowed = 1;
@@ -17,13 +19,13 @@ cudaError_t launch_early(void (*kernel)(Arguments), int blocks, int threads, int
   attributes[1].val.clusterDim.x = cluster;
   attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(blocks);
+  config.gridDim = dim3(static_cast<unsigned>(blocks));
   config.blockDim = dim3(threads);
   config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;
   config.attrs = attributes;
   config.numAttrs = cluster == 1 ? 1 : 2;
-  return cudaLaunchKernelEx(&config, kernel, arguments);
+  return cudaLaunchKernelEx(&config, kernel, arguments...);
 }
 
 // Dense tiles need no list, only the count of those handed out.

@@ -61,15 +61,10 @@ cudaError_t launch_bwd_tiles(const BwdParams& p, cudaStream_t stream) {
   if (error == cudaSuccess) error = make_tensor_map(&a.dv, p.dv, p.dv_strides, shape_dk);
   if (error != cudaSuccess) return error;
 
-  error = varlen ? launch(schedule_tiles<kBlockN, false, 90>, 1, kScheduleThreads, 0, stream, p.cu_seqlens_k,
-                          p.cu_seqlens_q, p.total_k, p.batch, p.tiles)
-                 : launch(reset_handed_out, 1, 1, 0, stream, p.tiles);
-  if (error != cudaSuccess) return error;
   // A query's q and dout, and its dq twice as long, once for each head of the group.
   a.query_bytes = static_cast<float>(8 * Config::kHeadDim) * p.nheads_q / p.nheads_kv;
   const int64_t blocks = std::min<int64_t>(tiles, sms / kCluster) * kCluster;
-  return launch_early(kernel, static_cast<int>(blocks), Config::kThreads, Config::kShared_bytes, stream, a,
-                      kCluster);
+  return launch_early(kernel, kCluster, blocks, Config::kThreads, Config::kShared_bytes, stream, a);
 }
 
 template <class Element, class Config>
@@ -80,9 +75,23 @@ cudaError_t launch_bwd_all(const BwdParams& p, cudaStream_t stream) {
   const int64_t heads = static_cast<int64_t>(varlen ? 1 : p.batch) * p.nheads_q;
   const int64_t turns =
       varlen ? tile_capacity(p.total_q, p.batch, kBlockM) : p.batch * ceil_div(rows, kBlockM);
-  cudaError_t error = launch(sm80::bwd_preprocess<Element, Config>,
-                             heads * ceil_div(rows, sm80::kPreprocessRows), sm80::kPreprocessThreads, 0,
-                             stream, p, rows, p.dq_semaphore == nullptr ? 0 : turns * p.nheads_q);
+  // Dense: the preprocessing also sets the queue to its start. Varlen: the list of tiles is made beside it,
+  // and who waits for the preprocessing waits for the list. (It may start early only behind a kernel of
+  // ours.)
+  const int64_t blocks = heads * ceil_div(rows, sm80::kPreprocessRows);
+  const int64_t semaphores = p.dq_semaphore == nullptr ? 0 : turns * p.nheads_q;
+  constexpr auto preprocess = sm80::bwd_preprocess<Element, Config>;
+  cudaError_t error = cudaSuccess;
+  if (varlen) {
+    error = launch(schedule_tiles<Config::kBlockN, false, 90>, 1, kScheduleThreads, 0, stream, p.cu_seqlens_k,
+                   p.cu_seqlens_q, p.total_k, p.batch, p.tiles);
+    if (error == cudaSuccess)
+      error = launch_early(preprocess, 1, blocks, sm80::kPreprocessThreads, 0, stream, p, rows, semaphores);
+  } else if (rows > 0) {
+    error = launch(preprocess, blocks, sm80::kPreprocessThreads, 0, stream, p, rows, semaphores);
+  } else {
+    error = launch(reset_handed_out, 1, 1, 0, stream, p.tiles);
+  }
   if (error == cudaSuccess) error = launch_bwd_tiles<Element, Config>(p, stream);
   if (error != cudaSuccess) return error;
   const int64_t groups = static_cast<int64_t>(rows) * (kHeadDim / 16);

@@ -56,8 +56,8 @@ cudaError_t launch_fwd_tiles(const FwdParams& p, cudaStream_t stream) {
   const int blocks = static_cast<int>(std::min<int64_t>(tiles, sms));
   if (a.p.tiles == nullptr)
     return launch(attention_fwd<Element, Config>, blocks, Config::kThreads, Config::kShared_bytes, stream, a);
-  return launch_early(attention_fwd<Element, Config>, blocks, Config::kThreads, Config::kShared_bytes, stream,
-                      a);
+  return launch_early(attention_fwd<Element, Config>, 1, blocks, Config::kThreads, Config::kShared_bytes,
+                      stream, a);
 }
 
 template <DType kDType, int kHeadDim>
