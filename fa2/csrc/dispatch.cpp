@@ -77,7 +77,15 @@ Kernel hopper_fwd_row() {
           false};
 }
 
-// On request until it has run on a GPU: so far only the emulator of tests/fa2/emulation has tested it.
+// On request until they have run on a GPU: so far only the emulator of tests/fa2/emulation has tested them.
+template <DType kDType, int kHeadDim>
+Kernel hopper_fwd_by_length_row() {
+  Kernel row = hopper_fwd_row<kDType, kHeadDim>();
+  row.launch = erased<FwdParams, sm90::launch_fwd_by_length<kDType, kHeadDim>>;
+  row.on_request = true;
+  return row;
+}
+
 template <DType kDType, int kHeadDim>
 Kernel hopper_bwd_row() {
   return {Op::kBwd,
@@ -96,6 +104,7 @@ template <DType kDType, int... kHeadDims>
 void append_hopper(std::vector<Kernel>& kernels) {
   for (const Kernel& row : {hopper_fwd_row<kDType, kHeadDims>()..., hopper_bwd_row<kDType, kHeadDims>()...})
     kernels.push_back(row);
+  kernels.push_back(hopper_fwd_by_length_row<kDType, 128>());
 }
 #endif
 
@@ -145,7 +154,7 @@ const Kernel* find_kernel(Op op, DType dtype, int headdim, int sm, int shared_by
         kernel.shared_bytes > shared_bytes)
       continue;
     const auto rank = [](const Kernel& k) {
-      return std::make_tuple(-k.min_sm, k.max_headdim, -k.shared_bytes);
+      return std::make_tuple(-k.min_sm, k.max_headdim, -k.shared_bytes, !k.on_request);
     };
     if (best == nullptr || rank(kernel) < rank(*best)) best = &kernel;
   }

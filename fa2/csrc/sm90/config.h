@@ -25,14 +25,15 @@ struct Barriers {
 
 // Forward: kBlockM / 64 consumer warpgroups, one producer. O leaves through its tile's Q, so a second Q stage
 // lets the next tile begin before this one has ended.
-template <int kHeadDim_, int kBlockM_, int kBlockN_, int kStages_, int kQStages_>
+template <int kHeadDim_, int kBlockM_, int kBlockN_, int kStages_, int kQStages_, int kBlocks_ = 1>
 struct FwdTile {
   static constexpr int kHeadDim = kHeadDim_, kBlockM = kBlockM_, kBlockN = kBlockN_;
   static constexpr int kStages = kStages_, kQStages = kQStages_;
+  static constexpr int kBlocks = kBlocks_;  // of one multiprocessor
   static constexpr int kConsumers = kBlockM / 64, kThreads = (kConsumers + 1) * 128;
   // 64 K registers a multiprocessor: the producer needs few.
-  static constexpr int kProducerRegisters = kConsumers == 2 ? 40 : 32;
-  static constexpr int kConsumerRegisters = kConsumers == 2 ? 232 : 160;
+  static constexpr int kProducerRegisters = kConsumers == 1 ? 24 : kConsumers == 2 ? 40 : 32;
+  static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : 232;
   using Slab = Slabs<kHeadDim>;
   using Barrier = Barriers<kQStages, kStages>;
 
@@ -41,7 +42,8 @@ struct FwdTile {
   static constexpr int kWork = kV + kStages * kKV_bytes, kWork_bytes = 64;
   static constexpr int kBarriers = kWork + kWork_bytes;
   static constexpr int kShared_bytes = kBarriers + Barrier::kCount * 8;
-  static_assert(kShared_bytes <= 227 * 1024, "a thread block has 227 KB");
+  static_assert(kBlocks * (kShared_bytes + 1024) <= 228 * 1024,
+                "a multiprocessor has 228 KB, 1 of a block the system's");
   static_assert(kBlockN % 16 == 0 && kBlockM % 64 == 0 && kKV_bytes / Slab::kCount % 1024 == 0,
                 "wgmma takes 64 queries, 16 keys a step, and slabs aligned to their swizzle");
 };
@@ -55,6 +57,18 @@ template <> struct FwdConfig<128> : FwdTile<128, 128, 128, 2, 2> {};  // 192 KB
 template <> struct FwdConfig<192> : FwdTile<192, 128, 112, 2, 1> {};  // 216 KB
 template <> struct FwdConfig<256> : FwdTile<256, 128, 80, 2, 1> {};   // 224 KB
 // clang-format on
+
+// Where the sequences have fewer than kBelow keys on average, a tile is one or two key blocks, and what it
+// takes from its first product to its output is not hidden by its own next step: two blocks on a
+// multiprocessor, 64 queries each. The key tiles are the same, so is every bit of the result.
+template <int kHeadDim>
+struct FwdShortConfig {
+  static constexpr int kBelow = 0;
+};
+template <>
+struct FwdShortConfig<128> : FwdTile<128, 64, 128, 1, 1, 2> {  // 81 KB x 2
+  static constexpr int kBelow = 256;
+};
 
 // Backward: kBlockN / 64 consumer warpgroups, 64 keys each, and one producer. Each consumer makes its keys'
 // S, dP, dV and dK, and its share of dQ: 64 of the queries where there are 128, else about half of the

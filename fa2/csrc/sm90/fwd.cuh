@@ -61,7 +61,8 @@ __device__ __forceinline__ BlockRange own_blocks(const Mask& mask, const Work& w
 }
 
 template <class Element, class Config>
-__global__ void __launch_bounds__(Config::kThreads, 1) attention_fwd(__grid_constant__ const FwdArguments a) {
+__global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
+    attention_fwd(__grid_constant__ const FwdArguments a) {
   constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN, kHeadDim = Config::kHeadDim;
   constexpr int kStages = Config::kStages, kConsumers = Config::kConsumers;
   using Slab = typename Config::Slab;
@@ -184,8 +185,12 @@ __global__ void __launch_bounds__(Config::kThreads, 1) attention_fwd(__grid_cons
   const bool leader = warp == 0 && lane == 0;
 
   // Named barriers: turns of the consumers, and one for each consumer's own four warps.
-  const auto my_turn = [&] { ptx::barrier_sync(1 + consumer, 256); };
-  const auto your_turn = [&] { ptx::barrier_arrive(1 + (consumer + 1) % kConsumers, 256); };
+  const auto my_turn = [&] {
+    if constexpr (kConsumers > 1) ptx::barrier_sync(1 + consumer, 256);
+  };
+  const auto your_turn = [&] {
+    if constexpr (kConsumers > 1) ptx::barrier_arrive(1 + (consumer + 1) % kConsumers, 256);
+  };
   const auto sync_warpgroup = [&] { ptx::barrier_sync(1 + kConsumers + consumer, 128); };
   if (consumer == kConsumers - 1) your_turn();
 

@@ -41,9 +41,10 @@ cudaError_t launch_fwd_tiles(const FwdParams& p, cudaStream_t stream) {
   const int64_t tiles =
       (varlen ? tile_capacity(p.total_q, p.batch, kBlockM) : p.batch * ceil_div(p.seqlen_q, kBlockM)) *
       p.nheads_q;
-  if (tiles > 0x7fffffff - sms) return cudaErrorInvalidConfiguration;  // they are counted in an int
+  const int places = sms * Config::kBlocks;
+  if (tiles > 0x7fffffff - places) return cudaErrorInvalidConfiguration;  // they are counted in an int
   // Dense tiles need no queue when they are alike, under a full mask, or when each block has one.
-  if (!varlen && (tiles <= sms || (p.window_left < 0 && p.window_right < 0))) a.p.tiles = nullptr;
+  if (!varlen && (tiles <= places || (p.window_left < 0 && p.window_right < 0))) a.p.tiles = nullptr;
   if (varlen) {
     error = launch(schedule_tiles<kBlockM, true, 90>, 1, kScheduleThreads, 0, stream, p.cu_seqlens_q,
                    p.cu_seqlens_k, p.total_q, p.batch, p.tiles);
@@ -53,7 +54,7 @@ cudaError_t launch_fwd_tiles(const FwdParams& p, cudaStream_t stream) {
   if (error != cudaSuccess) return error;
 
   a.key_bytes = static_cast<float>(4 * kHeadDim) * p.nheads_kv / p.nheads_q;
-  const int blocks = static_cast<int>(std::min<int64_t>(tiles, sms));
+  const int blocks = static_cast<int>(std::min<int64_t>(tiles, places));
   if (a.p.tiles == nullptr)
     return launch(attention_fwd<Element, Config>, blocks, Config::kThreads, Config::kShared_bytes, stream, a);
   return launch_early(attention_fwd<Element, Config>, 1, blocks, Config::kThreads, Config::kShared_bytes,
@@ -65,6 +66,15 @@ cudaError_t launch_fwd(const FwdParams& p, cudaStream_t stream) {
   return launch_fwd_tiles<Element<kDType>, FwdConfig<kHeadDim>>(p, stream);
 }
 
+// The same, with other tiles where the sequences are short.
+template <DType kDType, int kHeadDim>
+cudaError_t launch_fwd_by_length(const FwdParams& p, cudaStream_t stream) {
+  using Short = FwdShortConfig<kHeadDim>;
+  const int64_t keys = p.cu_seqlens_k != nullptr ? p.total_k : int64_t{p.seqlen_k} * p.batch;
+  if (keys < int64_t{Short::kBelow} * p.batch) return launch_fwd_tiles<Element<kDType>, Short>(p, stream);
+  return launch_fwd<kDType, kHeadDim>(p, stream);
+}
+
 template <DType kDType, int kHeadDim>
 const void* fwd_function() {
   return reinterpret_cast<const void*>(attention_fwd<Element<kDType>, FwdConfig<kHeadDim>>);
@@ -73,5 +83,8 @@ const void* fwd_function() {
 #define FA2_INSTANTIATE_FWD(kDType, kHeadDim)                                        \
   template cudaError_t launch_fwd<kDType, kHeadDim>(const FwdParams&, cudaStream_t); \
   template const void* fwd_function<kDType, kHeadDim>();
+
+#define FA2_INSTANTIATE_FWD_BY_LENGTH(kDType, kHeadDim) \
+  template cudaError_t launch_fwd_by_length<kDType, kHeadDim>(const FwdParams&, cudaStream_t);
 
 }  // namespace fa2::sm90
