@@ -104,7 +104,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
       for (;;) {
         const BwdWork work = decode<kBlockM, kBlockN>(p, atomicAdd(p.tiles + 1, 1), heads);
         // Everyone has ended the tile before the last.
-        ptx::mbarrier_wait(barrier(Barrier::kTileEmpty + work_slot.index), work_slot.parity ^ 1);
+        ptx::mbarrier_wait_cluster(barrier(Barrier::kTileEmpty + work_slot.index), work_slot.parity ^ 1);
         shared_work[work_slot.index] = work;
         ptx::mbarrier_arrive(barrier(Barrier::kTileFull + work_slot.index));
         const uint32_t copy = ptx::cluster_address(ptx::shared_address(&shared_work[work_slot.index]), 1);
@@ -147,7 +147,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
                 3);
         };
         const auto load_queries = [&] {
-          ptx::mbarrier_wait(barrier(Barrier::kQEmpty + slot.index), slot.parity ^ 1);  // in both blocks
+          // In both blocks.
+          ptx::mbarrier_wait_cluster(barrier(Barrier::kQEmpty + slot.index), slot.parity ^ 1);
           load_half(&a.q, Config::kQ, Barrier::kQFull);
           load_half(&a.dout, Config::kDo, Barrier::kDoFull);
           slot.next();
