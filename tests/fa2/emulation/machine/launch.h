@@ -9,8 +9,8 @@
 namespace fa2::emulation {
 
 // Runs the grid; an error is kept for cudaGetLastError and emulation_error.
-cudaError_t launch_grid(const void* function, const std::function<void()>& kernel, const char* name, dim3 grid,
-                        dim3 block, size_t shared);
+cudaError_t launch_grid(const void* function, const std::function<void()>& kernel, dim3 grid, dim3 block,
+                        size_t shared);
 
 struct launch {
   dim3 grid, block;
@@ -22,7 +22,7 @@ struct launch {
   cudaError_t operator()(void (*kernel)(Parameters...), const Arguments&... arguments) const {
     return launch_grid(
         reinterpret_cast<const void*>(kernel), [&] { kernel(static_cast<Parameters>(arguments)...); },
-        __PRETTY_FUNCTION__, grid, block, shared);
+        grid, block, shared);
   }
 };
 

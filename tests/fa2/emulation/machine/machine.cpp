@@ -441,7 +441,7 @@ void note_busy(Warp& warp) {
   if (std::find(busy.begin(), busy.end(), &warp) == busy.end()) busy.push_back(&warp);
 }
 
-void run_grid(const std::function<void()>& kernel_, const char* name, dim3 grid, dim3 size, size_t shared) {
+void run_grid(const std::function<void()>& kernel_, dim3 grid, dim3 size, size_t shared) {
   kernel = &kernel_;
   blockDim = size;
   gridDim = grid;
@@ -469,9 +469,9 @@ void run_grid(const std::function<void()>& kernel_, const char* name, dim3 grid,
       copies.clear();
       finish();
     }
-  } catch (const std::exception& error) {
+  } catch (...) {
     finish();
-    throw std::runtime_error(std::string(name) + ": " + error.what());
+    throw;
   }
 }
 

@@ -179,7 +179,8 @@ void barrier(int id, int threads, bool wait);
 // Asynchronous copies.
 void start(std::shared_ptr<Copy> copy);
 
-void run_grid(const std::function<void()>& kernel, const char* name, dim3 grid, dim3 size, size_t shared);
+// Runs a grid to its end, or throws std::runtime_error.
+void run_grid(const std::function<void()>& kernel, dim3 grid, dim3 size, size_t shared);
 
 // One warp's next wgmma.
 void execute_wgmma(Warp& warp);

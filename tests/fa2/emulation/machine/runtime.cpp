@@ -1,6 +1,8 @@
 // The CUDA runtime and driver functions that the launches call, and what the prelude's device functions do.
 #include <cuda.h>
 #include <cuda_runtime_api.h>
+#include <cxxabi.h>
+#include <dlfcn.h>
 
 #include <cstring>
 #include <stdexcept>
@@ -16,22 +18,32 @@ namespace fa2::emulation {
 namespace {
 std::string last_error;
 std::unordered_map<const void*, int> shared_allowed;  // beyond 48 KB, by kernel
+
+std::string name_of(const void* function) {
+  Dl_info info;
+  if (dladdr(function, &info) == 0 || info.dli_sname == nullptr) return "kernel";
+  int status;
+  const std::unique_ptr<char, void (*)(void*)> name(
+      abi::__cxa_demangle(info.dli_sname, nullptr, nullptr, &status), std::free);
+  const std::string text = name ? name.get() : info.dli_sname;
+  return text.substr(0, text.rfind('('));
+}
 }  // namespace
 
 void seed_generator();
 
-cudaError_t launch_grid(const void* function, const std::function<void()>& kernel, const char* name, dim3 grid,
-                        dim3 block, size_t shared) {
+cudaError_t launch_grid(const void* function, const std::function<void()>& kernel, dim3 grid, dim3 block,
+                        size_t shared) {
   const auto allowed = shared_allowed.find(function);
   if (grid.x == 0 || block.x == 0 || block.x > 1024 || grid.y * grid.z * block.y * block.z != 1 ||
       shared > (allowed == shared_allowed.end() ? 48u * 1024 : static_cast<size_t>(allowed->second))) {
-    last_error = std::string(name) + ": grid, block or shared memory is not possible";
+    last_error = name_of(function) + ": grid, block or shared memory is not possible";
     return cudaErrorInvalidConfiguration;
   }
   try {
-    run_grid(kernel, name, grid, block, shared);
+    run_grid(kernel, grid, block, shared);
   } catch (const std::exception& error) {
-    last_error = error.what();
+    last_error = name_of(function) + ": " + error.what();
     return cudaErrorLaunchFailure;
   }
   return cudaSuccess;
