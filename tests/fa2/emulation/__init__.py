@@ -164,7 +164,7 @@ class Kernel:
         deterministic: bool = False,
         seed: int = 0,
         policy: str = "random",
-        multiprocessors: int = 3,
+        multiprocessors: int = 4,
     ) -> tuple[Tensor, ...]:
         """Run the kernel on CPU tensors: dense (b, s, h, d), or varlen (T, h, d) with both cu_seqlens (int32).
 

@@ -10,11 +10,12 @@ namespace fa2::emulation {
 
 // Runs the grid; an error is kept for cudaGetLastError and emulation_error.
 cudaError_t launch_grid(const void* function, const std::function<void()>& kernel, dim3 grid, dim3 block,
-                        size_t shared);
+                        size_t shared, unsigned cluster);
 
 struct launch {
   dim3 grid, block;
   size_t shared;
+  unsigned cluster = 1;  // blocks that run together
   launch(dim3 grid_, dim3 block_, size_t shared_ = 0, cudaStream_t = nullptr)
       : grid(grid_), block(block_), shared(shared_) {}
 
@@ -22,15 +23,17 @@ struct launch {
   cudaError_t operator()(void (*kernel)(Parameters...), const Arguments&... arguments) const {
     return launch_grid(
         reinterpret_cast<const void*>(kernel), [&] { kernel(static_cast<Parameters>(arguments)...); },
-        grid, block, shared);
+        grid, block, shared, cluster);
   }
 };
 
 template <class... Parameters, class... Arguments>
 cudaError_t launch_extended(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...),
                             const Arguments&... arguments) {
-  return launch(config->gridDim, config->blockDim, config->dynamicSmemBytes, config->stream)(kernel,
-                                                                                           arguments...);
+  launch call(config->gridDim, config->blockDim, config->dynamicSmemBytes, config->stream);
+  for (unsigned i = 0; i < config->numAttrs; ++i)
+    if (config->attrs[i].id == cudaLaunchAttributeClusterDimension) call.cluster = config->attrs[i].val.clusterDim.x;
+  return call(kernel, arguments...);
 }
 
 // What the prelude's functions are made of.

@@ -59,11 +59,22 @@ std::string describe(const Thread& thread) {
   return text;
 }
 
+void end_cluster_barrier_if_complete(Cluster& cluster) {
+  ClusterBarrier& barrier = cluster.barrier;
+  int alive = 0;
+  for (const Block* block : cluster.blocks) alive += block->alive;
+  if (barrier.arrived == 0 || barrier.arrived < alive) return;
+  barrier.arrived = 0;
+  ++barrier.phase;
+  barrier.completed = std::exchange(barrier.clock, {});
+  for (Thread* thread : std::exchange(barrier.waiting, {})) wake(*thread);
+}
+
 void end_barrier(Block& block, NamedBarrier& barrier) {
   barrier.arrived = 0;
   block.last_barrier = std::exchange(barrier.clock, {});
   for (Thread* waiting : std::exchange(barrier.waiting, {})) {
-    block.races->acquire(waiting->warp->index, block.last_barrier);
+    block.races->acquire(waiting->warp->actor, block.last_barrier);
     wake(*waiting);
   }
 }
@@ -89,6 +100,7 @@ void end_barrier(Block& block, NamedBarrier& barrier) {
   if (all.threads < 0 && all.arrived > 0 && all.arrived == block.alive) {
     end_barrier(block, all);
   }
+  end_cluster_barrier_if_complete(*block.cluster);
   switch_fiber(thread.fiber, scheduler);
   __builtin_unreachable();
 }
@@ -237,9 +249,14 @@ void run_blocks(std::vector<std::unique_ptr<Block>>& blocks) {
   }
 }
 
-std::unique_ptr<Block> make_block(unsigned index, dim3 size, size_t shared_bytes, size_t first_stack) {
+std::unique_ptr<Block> make_block(unsigned index, Cluster& cluster, dim3 size, size_t shared_bytes,
+                                  size_t first_stack) {
   auto block = std::make_unique<Block>();
   block->index = {index, 0, 0};
+  block->cluster = &cluster;
+  block->rank = static_cast<int>(cluster.blocks.size());
+  cluster.blocks.push_back(block.get());
+  block->races = cluster.races.get();
   block->size = size;
   const int threads = static_cast<int>(size.x);
   block->threads.resize(threads);
@@ -248,7 +265,6 @@ std::unique_ptr<Block> make_block(unsigned index, dim3 size, size_t shared_bytes
   block->shared_bytes = static_cast<uint32_t>(shared_bytes);
   block->shared = static_cast<unsigned char*>(std::aligned_alloc(1024, (shared_bytes + 2047) / 1024 * 1024));
   std::memset(block->shared, 0xff, shared_bytes);  // NaN, whatever the type
-  block->races = std::make_unique<Races>((threads + 31) / 32, block->shared_bytes);
   block->wgmma_log.resize(threads / 128 + 1);
   for (int i = 0; i < threads; ++i) {
     Thread& thread = block->threads[i];
@@ -264,6 +280,7 @@ std::unique_ptr<Block> make_block(unsigned index, dim3 size, size_t shared_bytes
     const int lanes = std::min(32, threads - static_cast<int>(i) * 32);
     warp.block = block.get();
     warp.index = static_cast<int>(i);
+    warp.actor = block->rank * static_cast<int>(block->warps.size()) + warp.index;
     warp.lanes = lanes == 32 ? kFullWarp : (1u << lanes) - 1;
     warp.threads = &block->threads[i * 32];
     warp.ready = warp.lanes;
@@ -353,8 +370,8 @@ MBarrier& mbarrier_at(Block& block, uint32_t address) {
   const auto found = block.mbarriers.find(address);
   if (found == block.mbarriers.end()) fail("mbarrier at %u: not initialised", address);
   MBarrier& barrier = found->second;
-  if (running != nullptr && running->warp->index != barrier.made_by &&
-      !block.races->knows(running->warp->index, barrier.made_by, barrier.made_at))
+  if (running != nullptr && running->warp->actor != barrier.made_by &&
+      !block.races->knows(running->warp->actor, barrier.made_by, barrier.made_at))
     fail("race: the mbarrier at %u is used, with no order after its initialisation", address);
   return barrier;
 }
@@ -367,7 +384,7 @@ void mbarrier_init(uint32_t address, int arrivals) {
   MBarrier& barrier = block.mbarriers[address];
   barrier.expected = barrier.pending = arrivals;
   barrier.actor = block.races->add_actor();
-  barrier.made_by = running->warp->index;
+  barrier.made_by = running->warp->actor;
   barrier.made_at = block.races->now(barrier.made_by);
 }
 
@@ -383,11 +400,10 @@ void end_phase_if_complete(MBarrier& barrier) {
 }
 }  // namespace
 
-void mbarrier_arrive(uint32_t address, int64_t expect_bytes) {
-  Block& block = *running->block;
+void mbarrier_arrive(Block& block, uint32_t address, int64_t expect_bytes) {
   MBarrier& barrier = mbarrier_at(block, address);
   barrier.bytes += expect_bytes;
-  block.races->release(running->warp->index, barrier.arrived);
+  block.races->release(running->warp->actor, barrier.arrived);
   if (--barrier.pending < 0)
     fail("mbarrier at %u: more than its %d arrivals in one phase", address, barrier.expected);
   end_phase_if_complete(barrier);
@@ -408,7 +424,7 @@ void mbarrier_wait(uint32_t address, uint32_t parity) {
     barrier.waiting.push_back(running);
     suspend({"mbarrier", address, parity});
   }
-  block.races->acquire(running->warp->index, barrier.completed);
+  block.races->acquire(running->warp->actor, barrier.completed);
 }
 
 void barrier(int id, int threads, bool wait) {
@@ -420,7 +436,7 @@ void barrier(int id, int threads, bool wait) {
   if (barrier.arrived > 0 && barrier.threads != threads)
     fail("barrier %d: for %d threads, but others are there for %d", id, threads, barrier.threads);
   barrier.threads = threads;
-  block.races->release(running->warp->index, barrier.clock);
+  block.races->release(running->warp->actor, barrier.clock);
   if (++barrier.arrived < (threads < 0 ? block.alive : threads)) {
     if (wait) {
       barrier.waiting.push_back(running);
@@ -429,7 +445,38 @@ void barrier(int id, int threads, bool wait) {
     return;
   }
   end_barrier(block, barrier);
-  if (wait) block.races->acquire(running->warp->index, block.last_barrier);
+  if (wait) block.races->acquire(running->warp->actor, block.last_barrier);
+}
+
+void cluster_arrive() {
+  Cluster& cluster = *running->block->cluster;
+  if (running->cluster_phase != cluster.barrier.phase) fail("barrier.cluster: arrives again without a wait in between");
+  ++running->cluster_phase;
+  cluster.races->release(running->warp->actor, cluster.barrier.clock);
+  ++cluster.barrier.arrived;
+  end_cluster_barrier_if_complete(cluster);
+}
+
+void cluster_wait() {
+  Cluster& cluster = *running->block->cluster;
+  while (cluster.barrier.phase != running->cluster_phase) {
+    cluster.barrier.waiting.push_back(running);
+    suspend({"barrier.cluster.wait", 0, 0});
+  }
+  cluster.races->acquire(running->warp->actor, cluster.barrier.completed);
+}
+
+uint32_t cluster_address(uint32_t address, uint32_t rank) {
+  const Cluster& cluster = *running->block->cluster;
+  if (rank >= cluster.blocks.size()) fail("mapa: block %u of a cluster of %zu", rank, cluster.blocks.size());
+  return (address & 0xffffff) | (rank + 1) << 24;
+}
+
+Place place_of(uint32_t address) {
+  if (address >> 24 == 0) return {*running->block, address};
+  Block& block = *running->block->cluster->blocks.at((address >> 24) - 1);
+  if (block.alive == 0) fail("shared memory of block %u, which has ended", block.index.x);
+  return {block, address & 0xffffff};
 }
 
 void start(std::shared_ptr<Copy> copy) {
@@ -441,7 +488,7 @@ void note_busy(Warp& warp) {
   if (std::find(busy.begin(), busy.end(), &warp) == busy.end()) busy.push_back(&warp);
 }
 
-void run_grid(const std::function<void()>& kernel_, dim3 grid, dim3 size, size_t shared) {
+void run_grid(const std::function<void()>& kernel_, dim3 grid, dim3 size, size_t shared, unsigned cluster) {
   kernel = &kernel_;
   blockDim = size;
   gridDim = grid;
@@ -452,16 +499,22 @@ void run_grid(const std::function<void()>& kernel_, dim3 grid, dim3 size, size_t
   // A grid that fits runs at once, as persistent kernels count on; another one block after the other.
   const bool at_once = shared > 0 && grid.x <= static_cast<unsigned>(options.multiprocessors);
   std::vector<std::unique_ptr<Block>> blocks;
+  std::vector<std::unique_ptr<Cluster>> clusters;
   const auto finish = [&] {
     for (auto& block : blocks) std::free(block->shared);
     blocks.clear();
+    clusters.clear();
     ready.clear(), polling.clear(), copies.clear(), busy.clear();
     running = nullptr;
   };
   try {
     for (unsigned i = 0; i < grid.x; ++i) {
-      blocks.push_back(make_block(i, size, shared, at_once ? i * size.x : 0));
-      if (at_once && i + 1 < grid.x) continue;
+      if (i % cluster == 0) {
+        clusters.push_back(std::make_unique<Cluster>());
+        clusters.back()->races = std::make_unique<Races>(cluster, (size.x + 31) / 32, shared);
+      }
+      blocks.push_back(make_block(i, *clusters.back(), size, shared, blocks.size() * size.x));
+      if (i + 1 < grid.x && (at_once || (i + 1) % cluster != 0)) continue;
       run_blocks(blocks);
       for (const auto& copy : copies)
         if (copy->read) fail("the block ends with a copy to or from its shared memory in flight");

@@ -32,7 +32,7 @@ enum class Policy : int { kRandom, kEarly, kLate };
 struct Options {
   uint64_t seed = 0;
   Policy policy = Policy::kRandom;
-  int multiprocessors = 3;
+  int multiprocessors = 4;
 };
 extern Options options;
 
@@ -102,6 +102,7 @@ struct Thread {
   std::vector<uint32_t> async_fences;     // the warp's time at each fence.proxy.async
   uint64_t wgmmas = 0, wgmma_groups = 0;  // issued, committed
   bool wgmma_fenced = false;
+  uint32_t cluster_phase = 0;  // of the cluster's barrier, that the thread has arrived in
   std::vector<std::shared_ptr<Copy>> bulk;               // not yet committed
   std::deque<std::pair<uint64_t, std::vector<std::shared_ptr<Copy>>>> bulk_groups;  // numbered, oldest first
   uint64_t bulk_groups_begun = 0;
@@ -114,7 +115,7 @@ struct Wgmma;
 
 struct Warp {
   Block* block = nullptr;
-  int index = 0;
+  int index = 0, actor = 0;  // in the block; among the cluster's, for races
   uint32_t lanes = kFullWarp;  // that exist
   uint32_t ready = 0;
   int place = -1;  // in the scheduler's list
@@ -128,8 +129,25 @@ struct Warp {
   std::deque<std::pair<uint64_t, std::vector<Piece>>> wgmma_reads;  // not waited for: group, operands
 };
 
+// The barrier of barrier.cluster.*: arriving and waiting are two steps.
+struct ClusterBarrier {
+  int arrived = 0;
+  uint32_t phase = 0;
+  std::vector<Thread*> waiting;
+  Clock clock, completed;
+};
+
+// Thread blocks that run together and reach each other's shared memory; mostly one alone.
+struct Cluster {
+  std::vector<Block*> blocks;
+  std::unique_ptr<Races> races;
+  ClusterBarrier barrier;
+};
+
 struct Block {
   uint3 index = {};
+  Cluster* cluster = nullptr;
+  int rank = 0;  // in the cluster
   dim3 size;
   std::vector<Thread> threads;
   std::vector<Warp> warps;
@@ -140,7 +158,7 @@ struct Block {
   NamedBarrier barriers[16];
   Clock last_barrier;  // what those who waited at the barrier that ended last now know
   int or_votes = 0;  // __syncthreads_or
-  std::unique_ptr<Races> races;
+  Races* races = nullptr;  // the cluster's
   std::vector<std::vector<std::shared_ptr<Wgmma>>> wgmma_log;  // by warpgroup: what its n-th wgmma is
 };
 
@@ -159,6 +177,15 @@ void poll();
 template <class Work>
 void together(const void* at, const char* name, void* argument, const Work& work);
 
+// A place in the shared memory of a block of the current thread's cluster. Addresses "of the cluster", by mapa, name
+// the block in their upper bits; others are the thread's own block's.
+struct Place {
+  Block& block;
+  uint32_t address;
+};
+Place place_of(uint32_t cluster_address);
+uint32_t cluster_address(uint32_t address, uint32_t rank);
+
 // The block's shared memory at an address, checked.
 unsigned char* shared_pointer(Block& block, uint32_t address, uint32_t bytes);
 // Global memory, checked against what the caller of the kernel said exists.
@@ -169,18 +196,21 @@ void forget_global();
 // mbarrier.
 void mbarrier_init(uint32_t address, int arrivals);
 MBarrier& mbarrier_at(Block& block, uint32_t address);
-void mbarrier_arrive(uint32_t address, int64_t expect_bytes);
+void mbarrier_arrive(Block& block, uint32_t address, int64_t expect_bytes);
 void mbarrier_complete(Block& block, uint32_t address, int64_t bytes);
 void mbarrier_wait(uint32_t address, uint32_t parity);
 
 // barrier.cta; threads < 0: all of the block.
 void barrier(int id, int threads, bool wait);
 
+void cluster_arrive();
+void cluster_wait();
+
 // Asynchronous copies.
 void start(std::shared_ptr<Copy> copy);
 
 // Runs a grid to its end, or throws std::runtime_error.
-void run_grid(const std::function<void()>& kernel, dim3 grid, dim3 size, size_t shared);
+void run_grid(const std::function<void()>& kernel, dim3 grid, dim3 size, size_t shared, unsigned cluster);
 
 // One warp's next wgmma.
 void execute_wgmma(Warp& warp);

@@ -22,6 +22,18 @@ void set_predicate(const Call& call) {
   call.set(0, static_cast<uint64_t>(call.statement.has("ne") ? a != b : a == b));
 }
 
+void move(const Call& call) {
+  call.set(0, call.u32(1));
+}
+
+uint64_t special_register(const std::string& name) {
+  const Thread& thread = current();
+  if (name == "cluster_ctarank") return thread.block->rank;
+  if (name == "cluster_nctarank") return thread.block->cluster->blocks.size();
+  if (name == "laneid") return thread.lane;
+  fail("the emulator does not know the register %%%s", name.c_str());
+}
+
 void select(const Call& call) {
   call.set(0, static_cast<uint32_t>(call.value(3) ? call.u32(1) : call.u32(2)));
 }
@@ -34,6 +46,7 @@ void exp2_approx(const Call& call) {
 
 Handler find_arithmetic(const std::string& opcode) {
   if (opcode == "bra") return branch;
+  if (opcode == "mov.u32" || opcode == "mov.b32") return move;
   if (opcode == "setp.ne.b32" || opcode == "setp.eq.b32" || opcode == "setp.ne.s32") return set_predicate;
   if (opcode == "selp.b32" || opcode == "selp.u32") return select;
   if (opcode == "ex2.approx.ftz.f32") return exp2_approx;
@@ -85,7 +98,10 @@ struct Parser {
     std::string name = word();
     if (take('|')) name = word();  // elect.sync d|p: d is not used
     if (name == "_") return argument;
-    if (name[0] == '%') {
+    if (name.rfind("%%", 0) == 0) {
+      argument.kind = Argument::kSpecial;
+      argument.name = name.substr(2);
+    } else if (name[0] == '%') {
       argument.kind = Argument::kOperand;
       argument.index = std::stoi(name.substr(1));
     } else if (std::isdigit(static_cast<unsigned char>(name[0]))) {
@@ -189,6 +205,7 @@ uint64_t Call::value(const Argument& argument) const {
     case Argument::kOperand: return operands[argument.index].value;
     case Argument::kLocal: return locals[argument.index];
     case Argument::kImmediate: return argument.value;
+    case Argument::kSpecial: return special_register(argument.name);
     case Argument::kAddress: return value(argument.parts.at(0));
     default: fail("an operand should have a value: %s", statement.text.c_str());
   }

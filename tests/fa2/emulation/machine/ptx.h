@@ -44,9 +44,10 @@ void execute(const Program& program, std::initializer_list<Operand> operands);
 // --- for the instructions
 
 struct Argument {
-  enum Kind { kOperand, kLocal, kImmediate, kSink, kList, kAddress } kind = kSink;
+  enum Kind { kOperand, kLocal, kImmediate, kSpecial, kSink, kList, kAddress } kind = kSink;
   int index = 0;       // of an operand or a local register
   uint64_t value = 0;  // immediate
+  std::string name;    // of a special register
   std::vector<Argument> parts;  // of {a, b} or [a, b]
 };
 

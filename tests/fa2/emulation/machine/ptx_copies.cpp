@@ -77,27 +77,40 @@ Box box_of(const Call& call, size_t i) {
   return box;
 }
 
+// To the thread's own block, to another by an address of the cluster, or to the same place of several.
 void load_box(const Call& call) {
-  Block& block = *current().block;
-  const uint32_t shared = static_cast<uint32_t>(call.address(0)), barrier = static_cast<uint32_t>(call.address(2));
   const Box box = box_of(call, 1);
-  check_shared(block, shared, box.map);
   const TensorMap map = box.map;
-  const MBarrier& its = mbarrier_at(block, barrier);
-  block.races->begin_write(current(), shared, box_bytes(map), its.actor, its.phase + 1);
-  auto copy = std::make_shared<Copy>();
-  copy->read = [=, &block] {
-    for_each_piece(map, shared, box.at, [&](uint32_t to, unsigned char* from, int bytes) {
-      unsigned char* target = shared_pointer(block, to, 16);
-      std::memset(target, 0, 16);
-      if (bytes > 0) {
+  const Place to = place_of(static_cast<uint32_t>(call.address(0)));
+  const Place barrier = place_of(static_cast<uint32_t>(call.address(2)));
+  if (&to.block != &barrier.block) fail("TMA: the mbarrier is in another block than the target");
+  std::vector<Block*> targets = {&to.block};
+  if (call.statement.has("multicast::cluster")) {
+    targets.clear();
+    auto& blocks = to.block.cluster->blocks;
+    for (size_t i = 0; i < 16; ++i)
+      if (call.u32(3) >> i & 1) targets.push_back(i < blocks.size() ? blocks[i] : nullptr);
+    if (targets.empty() || targets.back() == nullptr) fail("TMA: multicast to %x of %zu blocks", call.u32(3), blocks.size());
+  }
+  for (Block* target : targets) {
+    check_shared(*target, to.address, map);
+    const MBarrier& its = mbarrier_at(*target, barrier.address);
+    target->races->begin_copy_to(current(), *target, to.address, box_bytes(map), its.actor, its.phase + 1);
+  }
+  for (Block* target : targets) {
+    auto copy = std::make_shared<Copy>();
+    copy->read = [=, shared = to.address, barrier = barrier.address] {
+      for_each_piece(map, shared, box.at, [&](uint32_t place, unsigned char* from, int bytes) {
+        unsigned char* memory = shared_pointer(*target, place, 16);
+        std::memset(memory, 0, 16);
+        if (bytes == 0) return;
         check_global(from, bytes, "a TMA load");
-        std::memcpy(target, from, bytes);
-      }
-    });
-    mbarrier_complete(block, barrier, box_bytes(map));
-  };
-  start(copy);
+        std::memcpy(memory, from, bytes);
+      });
+      mbarrier_complete(*target, barrier, box_bytes(map));
+    };
+    start(copy);
+  }
 }
 
 void put(unsigned char* to, const unsigned char* from, int bytes, bool add, int element_bytes) {
@@ -163,20 +176,25 @@ uint32_t bulk_bytes(const Call& call, size_t i, uint64_t global, uint32_t shared
   return bytes;
 }
 
-// cp.async.bulk [shared], [global], bytes, [mbarrier]
+// cp.async.bulk [shared], [global or this block's shared], bytes, [mbarrier]
 void load_bytes(const Call& call) {
-  Block& block = *current().block;
-  const uint32_t shared = static_cast<uint32_t>(call.address(0)), barrier = static_cast<uint32_t>(call.address(3));
-  const auto* global = reinterpret_cast<const unsigned char*>(call.address(1));
-  const uint32_t bytes = bulk_bytes(call, 2, call.address(1), shared);
-  const MBarrier& its = mbarrier_at(block, barrier);
-  shared_pointer(block, shared, bytes);
-  block.races->begin_write(current(), shared, bytes, its.actor, its.phase + 1);
+  Block& own = *current().block;
+  const Place to = place_of(static_cast<uint32_t>(call.address(0)));
+  const Place barrier = place_of(static_cast<uint32_t>(call.address(3)));
+  if (&to.block != &barrier.block) fail("a bulk copy's mbarrier is in another block than the target");
+  const bool from_shared = !call.statement.has("global");
+  const uint32_t bytes = bulk_bytes(call, 2, call.address(1), to.address);
+  shared_pointer(to.block, to.address, bytes);
+  const MBarrier& its = mbarrier_at(to.block, barrier.address);
+  to.block.races->begin_copy_to(current(), to.block, to.address, bytes, its.actor, its.phase + 1);
+  const auto shared = static_cast<uint32_t>(call.address(1));
+  if (from_shared) own.races->begin_copy_from(current(), shared, bytes, its.actor, its.phase + 1);
+  const auto* const global = reinterpret_cast<const unsigned char*>(call.address(1));
   auto copy = std::make_shared<Copy>();
-  copy->read = [=, &block] {
-    check_global(global, bytes, "a bulk load");
-    std::memcpy(shared_pointer(block, shared, bytes), global, bytes);
-    mbarrier_complete(block, barrier, bytes);
+  copy->read = [=, &own, &target = to.block, place = to.address, barrier = barrier.address] {
+    if (!from_shared) check_global(global, bytes, "a bulk load");
+    std::memcpy(shared_pointer(target, place, bytes), from_shared ? shared_pointer(own, shared, bytes) : global, bytes);
+    mbarrier_complete(target, barrier, bytes);
   };
   start(copy);
 }
@@ -215,7 +233,7 @@ void wait(const Call& call) {
     for (const auto& copy : groups[i].second) {
       read_only ? copy->finish_read() : copy->finish();
       for (const Piece& piece : std::exchange(copy->source, {}))
-        thread.block->races->end_read(thread.warp->index, Races::kBulk, piece.address, piece.bytes, groups[i].first);
+        thread.block->races->end_read(thread, Races::kBulk, piece.address, piece.bytes, groups[i].first);
     }
   const auto done = [](const auto& group) {
     return std::all_of(group.second.begin(), group.second.end(),
@@ -230,6 +248,7 @@ Handler find_copies(const std::string& opcode) {
   static const std::map<std::string, Handler> known = {
       {"cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes", load_bytes},
       {"cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes", load_bytes},
+      {"cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes", load_bytes},
       {"cp.async.bulk.global.shared::cta.bulk_group", store_bytes},
       {"cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32", store_bytes},
       {"cp.async.bulk.commit_group", commit},
@@ -241,7 +260,9 @@ Handler find_copies(const std::string& opcode) {
   for (int d = 1; d <= 5; ++d) {
     const std::string rank = std::to_string(d) + "d.";
     if (opcode == "cp.async.bulk.tensor." + rank + "shared::cluster.global.tile.mbarrier::complete_tx::bytes" ||
-        opcode == "cp.async.bulk.tensor." + rank + "shared::cluster.global.mbarrier::complete_tx::bytes")
+        opcode == "cp.async.bulk.tensor." + rank + "shared::cluster.global.mbarrier::complete_tx::bytes" ||
+        opcode == "cp.async.bulk.tensor." + rank +
+                      "shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster")
       return load_box;
     if (opcode == "cp.async.bulk.tensor." + rank + "global.shared::cta.tile.bulk_group" ||
         opcode == "cp.async.bulk.tensor." + rank + "global.shared::cta.bulk_group" ||

@@ -13,7 +13,7 @@ void load_shared(const Call& call) {
   const int count = static_cast<int>(call.count(0));
   const uint32_t address = static_cast<uint32_t>(call.address(1));
   const unsigned char* from = shared_pointer(*current().block, address, count * 4);
-  current().block->races->read(current(), address, count * 4);
+  current().block->races->read(current(), *current().block, address, count * 4);
   for (int i = 0; i < count; ++i) {
     uint32_t bits;
     std::memcpy(&bits, from + i * 4, 4);
@@ -23,13 +23,13 @@ void load_shared(const Call& call) {
 
 void store_shared(const Call& call) {
   const int count = static_cast<int>(call.count(1));
-  const uint32_t address = static_cast<uint32_t>(call.address(0));
-  unsigned char* to = shared_pointer(*current().block, address, count * 4);
+  const auto [block, address] = place_of(static_cast<uint32_t>(call.address(0)));
+  unsigned char* to = shared_pointer(block, address, count * 4);
   for (int i = 0; i < count; ++i) {
     const uint32_t bits = static_cast<uint32_t>(call.value(call.part(1, i)));
     std::memcpy(to + i * 4, &bits, 4);
   }
-  current().block->races->write(current(), address, count * 4);
+  block.races->write(current(), block, address, count * 4);
 }
 
 void red_add_float(const Call& call) {
@@ -117,9 +117,9 @@ void move_matrices(const Call& call) {
         unsigned char* memory = shared_pointer(*warp.block, at, 16);
         if (store) {
           std::memcpy(memory, matrix[row], 16);
-          warp.block->races->write(warp.threads[i * 8 + row], at, 16);
+          warp.block->races->write(warp.threads[i * 8 + row], *warp.block, at, 16);
         } else {
-          warp.block->races->read(warp.threads[i * 8 + row], at, 16);
+          warp.block->races->read(warp.threads[i * 8 + row], *warp.block, at, 16);
           std::memcpy(matrix[row], memory, 16);
         }
       }
@@ -143,6 +143,9 @@ Handler find_shared_memory(const std::string& opcode) {
       {"ld.shared.v4.f32", load_shared},
       {"ld.shared.v4.b32", load_shared},
       {"st.shared.b32", store_shared},
+      {"st.shared::cluster.b32", store_shared},
+      {"st.shared::cluster.v4.b32", store_shared},
+      {"st.shared::cluster.v4.f32", store_shared},
       {"st.shared.f32", store_shared},
       {"st.shared.u32", store_shared},
       {"st.shared.v2.f32", store_shared},

@@ -16,13 +16,15 @@ void init(const Call& call) {
 }
 
 void arrive(const Call& call) {
-  mbarrier_arrive(static_cast<uint32_t>(call.address(1)), 0);
+  const Place place = place_of(static_cast<uint32_t>(call.address(1)));
+  mbarrier_arrive(place.block, place.address, 0);
 }
 
 void arrive_expect(const Call& call) {
   const uint32_t bytes = call.u32(2);
   if (bytes >= 1u << 20) fail("mbarrier.arrive.expect_tx: %u bytes, the limit is 2^20 - 1", bytes);
-  mbarrier_arrive(static_cast<uint32_t>(call.address(1)), bytes);
+  const Place place = place_of(static_cast<uint32_t>(call.address(1)));
+  mbarrier_arrive(place.block, place.address, bytes);
 }
 
 void expect(const Call& call) {
@@ -44,6 +46,18 @@ void barrier_arrive(const Call& call) {
   barrier(static_cast<int>(call.u32(0)), static_cast<int>(call.u32(1)), false);
 }
 
+void map_address(const Call& call) {
+  call.set(0, cluster_address(call.u32(1), call.u32(2)));
+}
+
+void arrive_in_cluster(const Call&) {
+  cluster_arrive();
+}
+
+void wait_in_cluster(const Call&) {
+  cluster_wait();
+}
+
 // Which lane is not said, only that it is always the same: here the seed chooses it.
 void elect(const Call& call) {
   if (call.u32(1) != kFullWarp) fail("elect.sync: not for the whole warp");
@@ -56,7 +70,7 @@ void elect(const Call& call) {
 
 void fence_async(const Call&) {
   Thread& thread = current();
-  thread.async_fences.push_back(thread.block->races->now(thread.warp->index));
+  thread.async_fences.push_back(thread.block->races->now(thread.warp->actor));
 }
 
 void aligned_nothing(const Call& call) {
@@ -73,7 +87,17 @@ Handler find_synchronisation(const std::string& opcode) {
       {"mbarrier.arrive.shared::cta.b64", arrive},
       {"mbarrier.arrive.expect_tx.shared::cta.b64", arrive_expect},
       {"mbarrier.expect_tx.relaxed.cta.shared::cta.b64", expect},
+      {"mbarrier.arrive.release.cluster.shared::cluster.b64", arrive},
+      {"mbarrier.arrive.expect_tx.release.cluster.shared::cluster.b64", arrive_expect},
       {"mbarrier.try_wait.parity.shared::cta.b64", try_wait},
+      {"mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64", try_wait},
+      {"barrier.cluster.arrive.release", arrive_in_cluster},
+      {"barrier.cluster.arrive.release.aligned", arrive_in_cluster},
+      {"barrier.cluster.wait.acquire", wait_in_cluster},
+      {"barrier.cluster.wait.acquire.aligned", wait_in_cluster},
+      {"mapa.shared::cluster.u32", map_address},
+      {"bar.sync", barrier_sync},
+      {"bar.arrive", barrier_arrive},
       {"barrier.cta.sync", barrier_sync},
       {"barrier.cta.arrive", barrier_arrive},
       {"elect.sync", elect},

@@ -189,7 +189,7 @@ void wait(const Call& call) {
     auto& reads = warp.wgmma_reads;
     for (; !reads.empty() && reads.front().first + pending < thread.wgmma_groups; reads.pop_front())
       for (const Piece& piece : reads.front().second)
-        warp.block->races->end_read(warp.index, Races::kWgmma, piece.address, piece.bytes, reads.front().first);
+        warp.block->races->end_read(thread, Races::kWgmma, piece.address, piece.bytes, reads.front().first);
   });
 }
 

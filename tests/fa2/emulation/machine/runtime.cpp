@@ -33,15 +33,15 @@ std::string name_of(const void* function) {
 void seed_generator();
 
 cudaError_t launch_grid(const void* function, const std::function<void()>& kernel, dim3 grid, dim3 block,
-                        size_t shared) {
+                        size_t shared, unsigned cluster) {
   const auto allowed = shared_allowed.find(function);
-  if (grid.x == 0 || block.x == 0 || block.x > 1024 || grid.y * grid.z * block.y * block.z != 1 ||
+  if (grid.x == 0 || cluster == 0 || cluster > 8 || grid.x % cluster != 0 || block.x == 0 || block.x > 1024 || grid.y * grid.z * block.y * block.z != 1 ||
       shared > (allowed == shared_allowed.end() ? 48u * 1024 : static_cast<size_t>(allowed->second))) {
     last_error = name_of(function) + ": grid, block or shared memory is not possible";
     return cudaErrorInvalidConfiguration;
   }
   try {
-    run_grid(kernel, grid, block, shared);
+    run_grid(kernel, grid, block, shared, cluster);
   } catch (const std::exception& error) {
     last_error = name_of(function) + ": " + error.what();
     return cudaErrorLaunchFailure;
