@@ -1,5 +1,6 @@
-// The C functions that a test calls, one pair for each library: they fill the kernel's arguments as api.cpp does.
-// Compiled together with one instantiation: FA2_FAMILY, FA2_DTYPE, FA2_HEADDIM, and the backward if FA2_BWD.
+// The C functions that a test calls, one pair for each library: they fill the kernel's arguments as api.cpp
+// does. Compiled together with one instantiation: FA2_FAMILY, FA2_DTYPE, FA2_HEADDIM, and the backward if
+// FA2_BWD.
 #include FA2_LAUNCH_HEADER
 
 #include <cstring>

@@ -22,8 +22,8 @@ struct launch {
   template <class... Parameters, class... Arguments>
   cudaError_t operator()(void (*kernel)(Parameters...), const Arguments&... arguments) const {
     return launch_grid(
-        reinterpret_cast<const void*>(kernel), [&] { kernel(static_cast<Parameters>(arguments)...); },
-        grid, block, shared, cluster);
+        reinterpret_cast<const void*>(kernel), [&] { kernel(static_cast<Parameters>(arguments)...); }, grid,
+        block, shared, cluster);
   }
 };
 
@@ -32,7 +32,8 @@ cudaError_t launch_extended(const cudaLaunchConfig_t* config, void (*kernel)(Par
                             const Arguments&... arguments) {
   launch call(config->gridDim, config->blockDim, config->dynamicSmemBytes, config->stream);
   for (unsigned i = 0; i < config->numAttrs; ++i)
-    if (config->attrs[i].id == cudaLaunchAttributeClusterDimension) call.cluster = config->attrs[i].val.clusterDim.x;
+    if (config->attrs[i].id == cudaLaunchAttributeClusterDimension)
+      call.cluster = config->attrs[i].val.clusterDim.x;
   return call(kernel, arguments...);
 }
 

@@ -180,14 +180,15 @@ bool run_async() {
         if (const auto found = block->mbarriers.find(wait.address);
             wait.address != 0 && found != block->mbarriers.end()) {
           const MBarrier& b = found->second;
-          std::snprintf(line, sizeof line,
-                        "mbarrier at %u (number %u of the block's), parity %u: phase %u, %d of %d arrivals and "
-                        "%lld bytes outstanding",
-                        wait.address,
-                        static_cast<unsigned>(
-                            std::count_if(block->mbarriers.begin(), block->mbarriers.end(),
-                                          [&](const auto& other) { return other.first < wait.address; })),
-                        wait.parity, b.phase, b.pending, b.expected, static_cast<long long>(b.bytes));
+          std::snprintf(
+              line, sizeof line,
+              "mbarrier at %u (number %u of the block's), parity %u: phase %u, %d of %d arrivals and "
+              "%lld bytes outstanding",
+              wait.address,
+              static_cast<unsigned>(
+                  std::count_if(block->mbarriers.begin(), block->mbarriers.end(),
+                                [&](const auto& other) { return other.first < wait.address; })),
+              wait.parity, b.phase, b.pending, b.expected, static_cast<long long>(b.bytes));
         } else if (std::strncmp(wait.what, "barrier", 7) == 0) {
           const NamedBarrier& b = block->barriers[wait.parity];
           std::snprintf(line, sizeof line, "barrier %u: %d of %d threads there", wait.parity, b.arrived,
@@ -341,7 +342,8 @@ unsigned char* shared_pointer(Block& block, uint32_t address, uint32_t bytes) {
   if (address < kSharedBase || address + bytes > kSharedBase + block.shared_bytes)
     fail("shared memory at %u, %u bytes: outside of the block's %u to %u", address, bytes, kSharedBase,
          kSharedBase + block.shared_bytes);
-  if (address % std::min<uint32_t>(bytes, 16) != 0) fail("shared memory at %u: not aligned to %u bytes", address, bytes);
+  if (address % std::min<uint32_t>(bytes, 16) != 0)
+    fail("shared memory at %u: not aligned to %u bytes", address, bytes);
   return block.shared + (address - kSharedBase);
 }
 
@@ -450,7 +452,8 @@ void barrier(int id, int threads, bool wait) {
 
 void cluster_arrive() {
   Cluster& cluster = *running->block->cluster;
-  if (running->cluster_phase != cluster.barrier.phase) fail("barrier.cluster: arrives again without a wait in between");
+  if (running->cluster_phase != cluster.barrier.phase)
+    fail("barrier.cluster: arrives again without a wait in between");
   ++running->cluster_phase;
   cluster.races->release(running->warp->actor, cluster.barrier.clock);
   ++cluster.barrier.arrived;

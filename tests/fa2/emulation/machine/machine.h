@@ -102,8 +102,8 @@ struct Thread {
   std::vector<uint32_t> async_fences;     // the warp's time at each fence.proxy.async
   uint64_t wgmmas = 0, wgmma_groups = 0;  // issued, committed
   bool wgmma_fenced = false;
-  uint32_t cluster_phase = 0;  // of the cluster's barrier, that the thread has arrived in
-  std::vector<std::shared_ptr<Copy>> bulk;               // not yet committed
+  uint32_t cluster_phase = 0;               // of the cluster's barrier, that the thread has arrived in
+  std::vector<std::shared_ptr<Copy>> bulk;  // not yet committed
   std::deque<std::pair<uint64_t, std::vector<std::shared_ptr<Copy>>>> bulk_groups;  // numbered, oldest first
   uint64_t bulk_groups_begun = 0;
   std::vector<CpAsync> cp_async;
@@ -115,7 +115,7 @@ struct Wgmma;
 
 struct Warp {
   Block* block = nullptr;
-  int index = 0, actor = 0;  // in the block; among the cluster's, for races
+  int index = 0, actor = 0;    // in the block; among the cluster's, for races
   uint32_t lanes = kFullWarp;  // that exist
   uint32_t ready = 0;
   int place = -1;  // in the scheduler's list
@@ -156,8 +156,8 @@ struct Block {
   int alive = 0;
   std::unordered_map<uint32_t, MBarrier> mbarriers;
   NamedBarrier barriers[16];
-  Clock last_barrier;  // what those who waited at the barrier that ended last now know
-  int or_votes = 0;  // __syncthreads_or
+  Clock last_barrier;      // what those who waited at the barrier that ended last now know
+  int or_votes = 0;        // __syncthreads_or
   Races* races = nullptr;  // the cluster's
   std::vector<std::vector<std::shared_ptr<Wgmma>>> wgmma_log;  // by warpgroup: what its n-th wgmma is
 };
@@ -177,8 +177,8 @@ void poll();
 template <class Work>
 void together(const void* at, const char* name, void* argument, const Work& work);
 
-// A place in the shared memory of a block of the current thread's cluster. Addresses "of the cluster", by mapa, name
-// the block in their upper bits; others are the thread's own block's.
+// A place in the shared memory of a block of the current thread's cluster. Addresses "of the cluster", by
+// mapa, name the block in their upper bits; others are the thread's own block's.
 struct Place {
   Block& block;
   uint32_t address;

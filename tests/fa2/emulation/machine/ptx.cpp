@@ -74,7 +74,8 @@ struct Parser {
     while (at < text.size() && (std::isalnum(static_cast<unsigned char>(text[at])) ||
                                 std::string("_.:%$").find(text[at]) != std::string::npos)) {
       // A label's colon ends the word; "shared::cta" has two.
-      if (text[at] == ':' && !(at + 1 < text.size() && text[at + 1] == ':') && !(at > begin && text[at - 1] == ':'))
+      if (text[at] == ':' && !(at + 1 < text.size() && text[at + 1] == ':') &&
+          !(at > begin && text[at - 1] == ':'))
         break;
       ++at;
     }
@@ -91,7 +92,8 @@ struct Parser {
       const char end = list ? '}' : ']';
       while (!take(end)) {
         argument.parts.push_back(parse_argument());
-        if (!take(',') && !(skip(), at < text.size() && text[at] == end)) fail("cannot parse: %s", text.c_str());
+        if (!take(',') && !(skip(), at < text.size() && text[at] == end))
+          fail("cannot parse: %s", text.c_str());
       }
       return argument;
     }
@@ -140,9 +142,11 @@ struct Parser {
     }
     if (statement.opcode.rfind(".reg", 0) == 0) return;
     statement.text = text.substr(begin, at - begin);
-    for (auto find : {find_arithmetic, find_shared_memory, find_synchronisation, find_mma, find_wgmma, find_copies})
+    for (auto find :
+         {find_arithmetic, find_shared_memory, find_synchronisation, find_mma, find_wgmma, find_copies})
       if (statement.handler == nullptr) statement.handler = find(statement.opcode);
-    if (statement.handler == nullptr) fail("the emulator does not know the instruction %s", statement.opcode.c_str());
+    if (statement.handler == nullptr)
+      fail("the emulator does not know the instruction %s", statement.opcode.c_str());
     program.statements.push_back(std::move(statement));
   }
   void run() {
@@ -202,12 +206,18 @@ void* Call::variable(const Argument& argument) const {
 
 uint64_t Call::value(const Argument& argument) const {
   switch (argument.kind) {
-    case Argument::kOperand: return operands[argument.index].value;
-    case Argument::kLocal: return locals[argument.index];
-    case Argument::kImmediate: return argument.value;
-    case Argument::kSpecial: return special_register(argument.name);
-    case Argument::kAddress: return value(argument.parts.at(0));
-    default: fail("an operand should have a value: %s", statement.text.c_str());
+    case Argument::kOperand:
+      return operands[argument.index].value;
+    case Argument::kLocal:
+      return locals[argument.index];
+    case Argument::kImmediate:
+      return argument.value;
+    case Argument::kSpecial:
+      return special_register(argument.name);
+    case Argument::kAddress:
+      return value(argument.parts.at(0));
+    default:
+      fail("an operand should have a value: %s", statement.text.c_str());
   }
 }
 

@@ -1,6 +1,6 @@
-// The bulk copy engine: cp.async.bulk and cp.reduce.async.bulk, of contiguous bytes or of a tensor map's boxes
-// (PTX ISA, "Data movement: asynchronous copy"). What it does is put in a queue; a store reads shared memory at
-// one moment and writes global memory at a later one.
+// The bulk copy engine: cp.async.bulk and cp.reduce.async.bulk, of contiguous bytes or of a tensor map's
+// boxes (PTX ISA, "Data movement: asynchronous copy"). What it does is put in a queue; a store reads shared
+// memory at one moment and writes global memory at a later one.
 #include <algorithm>
 #include <map>
 
@@ -43,7 +43,10 @@ void for_each_piece(const TensorMap& map, uint32_t shared, const int* at, const 
             to ^= (to >> 7 & (map.swizzle_bytes / 16 - 1)) << 4;
             const int64_t first = int64_t{at[0]} * map.element_bytes + byte;
             const int64_t end = (int64_t{map.last[0]} + 1) * map.element_bytes;
-            const int bytes = first < 0 || !inside ? 0 : static_cast<int>(std::min<int64_t>(16, std::max<int64_t>(0, end - first)));
+            const int bytes =
+                first < 0 || !inside
+                    ? 0
+                    : static_cast<int>(std::min<int64_t>(16, std::max<int64_t>(0, end - first)));
             piece(to, reinterpret_cast<unsigned char*>(address + static_cast<uint64_t>(first)), bytes);
           }
         }
@@ -71,9 +74,12 @@ Box box_of(const Call& call, size_t i) {
   const Argument& argument = call.argument(i);
   Box box{map_at(call.value(argument.parts.at(0)))};
   const auto& coordinates = argument.parts.at(1).parts;
-  if (coordinates.size() != box.map.rank || !call.statement.has((std::to_string(coordinates.size()) + "d").c_str()))
-    fail("TMA: a map of %d dimensions, %zu coordinates, %s", box.map.rank, coordinates.size(), call.statement.opcode.c_str());
-  for (size_t d = 0; d < coordinates.size(); ++d) box.at[d] = static_cast<int>(static_cast<uint32_t>(call.value(coordinates[d])));
+  if (coordinates.size() != box.map.rank ||
+      !call.statement.has((std::to_string(coordinates.size()) + "d").c_str()))
+    fail("TMA: a map of %d dimensions, %zu coordinates, %s", box.map.rank, coordinates.size(),
+         call.statement.opcode.c_str());
+  for (size_t d = 0; d < coordinates.size(); ++d)
+    box.at[d] = static_cast<int>(static_cast<uint32_t>(call.value(coordinates[d])));
   return box;
 }
 
@@ -90,7 +96,8 @@ void load_box(const Call& call) {
     auto& blocks = to.block.cluster->blocks;
     for (size_t i = 0; i < 16; ++i)
       if (call.u32(3) >> i & 1) targets.push_back(i < blocks.size() ? blocks[i] : nullptr);
-    if (targets.empty() || targets.back() == nullptr) fail("TMA: multicast to %x of %zu blocks", call.u32(3), blocks.size());
+    if (targets.empty() || targets.back() == nullptr)
+      fail("TMA: multicast to %x of %zu blocks", call.u32(3), blocks.size());
   }
   for (Block* target : targets) {
     check_shared(*target, to.address, map);
@@ -171,8 +178,8 @@ void store_box(const Call& call) {
 uint32_t bulk_bytes(const Call& call, size_t i, uint64_t global, uint32_t shared) {
   const uint32_t bytes = call.u32(i);
   if (bytes == 0 || bytes % 16 != 0 || global % 16 != 0 || shared % 16 != 0)
-    fail("%s: %u bytes, shared memory at %u, global at %llx: all must be multiples of 16", call.statement.opcode.c_str(),
-         bytes, shared, static_cast<unsigned long long>(global));
+    fail("%s: %u bytes, shared memory at %u, global at %llx: all must be multiples of 16",
+         call.statement.opcode.c_str(), bytes, shared, static_cast<unsigned long long>(global));
   return bytes;
 }
 
@@ -193,7 +200,8 @@ void load_bytes(const Call& call) {
   auto copy = std::make_shared<Copy>();
   copy->read = [=, &own, &target = to.block, place = to.address, barrier = barrier.address] {
     if (!from_shared) check_global(global, bytes, "a bulk load");
-    std::memcpy(shared_pointer(target, place, bytes), from_shared ? shared_pointer(own, shared, bytes) : global, bytes);
+    std::memcpy(shared_pointer(target, place, bytes),
+                from_shared ? shared_pointer(own, shared, bytes) : global, bytes);
     mbarrier_complete(target, barrier, bytes);
   };
   start(copy);
@@ -209,9 +217,7 @@ void store_bytes(const Call& call) {
   const bool add = call.statement.has("add");
   auto copy = std::make_shared<Copy>();
   auto data = std::make_shared<std::vector<unsigned char>>(bytes);
-  copy->read = [=, &block] {
-    std::memcpy(data->data(), shared_pointer(block, shared, bytes), bytes);
-  };
+  copy->read = [=, &block] { std::memcpy(data->data(), shared_pointer(block, shared, bytes), bytes); };
   begin_store(thread, *copy, shared, bytes);
   copy->write = [=] { put(global, data->data(), static_cast<int>(bytes), add, 4); };
   thread.bulk.push_back(copy);
@@ -259,7 +265,8 @@ Handler find_copies(const std::string& opcode) {
   if (found != known.end()) return found->second;
   for (int d = 1; d <= 5; ++d) {
     const std::string rank = std::to_string(d) + "d.";
-    if (opcode == "cp.async.bulk.tensor." + rank + "shared::cluster.global.tile.mbarrier::complete_tx::bytes" ||
+    if (opcode ==
+            "cp.async.bulk.tensor." + rank + "shared::cluster.global.tile.mbarrier::complete_tx::bytes" ||
         opcode == "cp.async.bulk.tensor." + rank + "shared::cluster.global.mbarrier::complete_tx::bytes" ||
         opcode == "cp.async.bulk.tensor." + rank +
                       "shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster")

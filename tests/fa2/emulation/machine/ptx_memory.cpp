@@ -57,8 +57,8 @@ void load_acquire(const Call& call) {
   call.set(0, *source);
 }
 
-// cp.async [shared], [global], bytes {, bytes that are read; the rest becomes zeros}: done at once or when the
-// thread waits for its group.
+// cp.async [shared], [global], bytes {, bytes that are read; the rest becomes zeros}: done at once or when
+// the thread waits for its group.
 void cp_async(const Call& call) {
   Thread& thread = current();
   const uint32_t to = static_cast<uint32_t>(call.address(0));
@@ -67,13 +67,15 @@ void cp_async(const Call& call) {
   unsigned char* target = shared_pointer(*thread.block, to, bytes);
   if (read > bytes) fail("cp.async reads more than it writes");
   if (read > 0) check_global(from, read, "cp.async");
-  if (reinterpret_cast<uintptr_t>(from) % bytes != 0) fail("cp.async from %p: not aligned to %u bytes", from, bytes);
+  if (reinterpret_cast<uintptr_t>(from) % bytes != 0)
+    fail("cp.async from %p: not aligned to %u bytes", from, bytes);
   thread.block->races->begin_cp_async(thread, to, bytes);
   std::function<void()> work = [=] {
     std::memset(target, 0, bytes);
     std::memcpy(target, from, read);
   };
-  if (options.policy == Policy::kEarly || (options.policy == Policy::kRandom && chance(2))) std::exchange(work, {})();
+  if (options.policy == Policy::kEarly || (options.policy == Policy::kRandom && chance(2)))
+    std::exchange(work, {})();
   thread.cp_async.push_back({{to, bytes}, std::move(work)});
 }
 
@@ -92,16 +94,19 @@ void cp_async_wait(const Call& call) {
     }
 }
 
-// ldmatrix, stmatrix (PTX ISA, "Matrix load/store"): lane 8 i + r names row r of matrix i; lane l holds of row
-// l / 4 the elements 2 (l % 4) and the next. .trans exchanges rows and columns of the registers' side.
+// ldmatrix, stmatrix (PTX ISA, "Matrix load/store"): lane 8 i + r names row r of matrix i; lane l holds of
+// row l / 4 the elements 2 (l % 4) and the next. .trans exchanges rows and columns of the registers' side.
 void move_matrices(const Call& call) {
   const bool store = call.statement.opcode[0] == 's';
   const size_t list = store ? 1 : 0, address = store ? 0 : 1;
   const bool trans = call.statement.has("trans");
   const int count = call.statement.has("x4") ? 4 : call.statement.has("x2") ? 2 : 1;
-  if (static_cast<int>(call.count(list)) != count) fail("%s: wrong number of registers", call.statement.opcode.c_str());
+  if (static_cast<int>(call.count(list)) != count)
+    fail("%s: wrong number of registers", call.statement.opcode.c_str());
   together(&call.statement, call.statement.text.c_str(), const_cast<Call*>(&call), [&](Warp& warp) {
-    const auto lane_call = [&](int lane) -> const Call& { return *static_cast<const Call*>(warp.arguments[lane]); };
+    const auto lane_call = [&](int lane) -> const Call& {
+      return *static_cast<const Call*>(warp.arguments[lane]);
+    };
     for (int i = 0; i < count; ++i) {
       uint16_t matrix[8][8];
       const auto element = [&](int lane, int e) -> uint16_t& {
@@ -110,7 +115,8 @@ void move_matrices(const Call& call) {
       if (store)
         for (int lane = 0; lane < 32; ++lane) {
           const uint32_t bits = static_cast<uint32_t>(lane_call(lane).value(lane_call(lane).part(list, i)));
-          element(lane, 0) = static_cast<uint16_t>(bits), element(lane, 1) = static_cast<uint16_t>(bits >> 16);
+          element(lane, 0) = static_cast<uint16_t>(bits),
+                        element(lane, 1) = static_cast<uint16_t>(bits >> 16);
         }
       for (int row = 0; row < 8; ++row) {
         const uint32_t at = static_cast<uint32_t>(lane_call(i * 8 + row).address(address));

@@ -1,4 +1,5 @@
-// mbarrier, barrier, elect, fences, and the instructions that only tune (setmaxnreg, griddepcontrol, prefetch).
+// mbarrier, barrier, elect, fences, and the instructions that only tune (setmaxnreg, griddepcontrol,
+// prefetch).
 #include <map>
 
 #include "machine.h"
@@ -38,8 +39,8 @@ void try_wait(const Call& call) {
 }
 
 void barrier_sync(const Call& call) {
-  barrier(static_cast<int>(call.u32(0)), call.statement.arguments.size() > 1 ? static_cast<int>(call.u32(1)) : -1,
-          true);
+  barrier(static_cast<int>(call.u32(0)),
+          call.statement.arguments.size() > 1 ? static_cast<int>(call.u32(1)) : -1, true);
 }
 
 void barrier_arrive(const Call& call) {

@@ -47,7 +47,8 @@ std::string Races::name(int warp) const {
   return warps_ > warps_each_ ? text + " of the cluster's block " + std::to_string(warp / warps_each_) : text;
 }
 
-void Races::check_written(const Thread& thread, const Granule& granule, uint32_t address, const char* what) const {
+void Races::check_written(const Thread& thread, const Granule& granule, uint32_t address,
+                          const char* what) const {
   const int warp = thread.warp->actor;
   if (granule.writer < 0 || granule.writer == warp || knows(warp, granule.writer, granule.written)) return;
   if (granule.writer < warps_)
@@ -63,7 +64,10 @@ void Races::check_read(const Thread& thread, size_t granule, uint32_t address, c
     // A warp's own ordinary reads come before its next access.
     if (times[i] <= clocks_[warp][i / 3] || i == warp * 3 + kOrdinary) continue;
     fail("race: %s shared memory at %u, which %s of %s reads, with no order between them", what, address,
-         i % 3 == kWgmma ? "a wgmma" : i % 3 == kBulk ? "a bulk store" : "a load", name(i / 3).c_str());
+         i % 3 == kWgmma  ? "a wgmma"
+         : i % 3 == kBulk ? "a bulk store"
+                          : "a load",
+         name(i / 3).c_str());
   }
   const Granule& its = granules_[granule];
   if (its.copier >= 0 && !knows(warp, its.copier, its.copied))
@@ -71,14 +75,15 @@ void Races::check_read(const Thread& thread, size_t granule, uint32_t address, c
 }
 
 // The writer fences, and then comes the barrier: the fence is known to the reader.
-void Races::check_fenced(const Thread& thread, const Granule& granule, uint32_t address, const char* what) const {
+void Races::check_fenced(const Thread& thread, const Granule& granule, uint32_t address,
+                         const char* what) const {
   const Thread* const writer = granule.generic_writer;
   if (writer == nullptr) return;
   const int warp = writer->warp->actor;
   if (writer->async_fences.size() <= granule.fences ||
       (warp != thread.warp->actor && !knows(thread.warp->actor, warp, writer->async_fences[granule.fences])))
-    fail("%s shared memory at %u that %s, lane %d wrote, with no fence.proxy.async by it in between", what, address,
-         name(warp).c_str(), writer->lane);
+    fail("%s shared memory at %u that %s, lane %d wrote, with no fence.proxy.async by it in between", what,
+         address, name(warp).c_str(), writer->lane);
 }
 
 void Races::read(const Thread& thread, const Block& block, uint32_t address, uint32_t bytes) {
@@ -97,7 +102,8 @@ void Races::write(const Thread& thread, const Block& block, uint32_t address, ui
   });
 }
 
-void Races::begin_read(const Thread& thread, Engine engine, uint32_t address, uint32_t bytes, uint64_t group) {
+void Races::begin_read(const Thread& thread, Engine engine, uint32_t address, uint32_t bytes,
+                       uint64_t group) {
   const char* const what = engine == kWgmma ? "a wgmma reads" : "a bulk store reads";
   each(*thread.block, address, bytes, [&](Granule& granule, size_t i, uint32_t at) {
     check_written(thread, granule, at, what);
@@ -113,7 +119,8 @@ void Races::end_read(const Thread& thread, Engine engine, uint32_t address, uint
   });
 }
 
-void Races::begin_copy_from(const Thread& thread, uint32_t address, uint32_t bytes, int actor, uint32_t time) {
+void Races::begin_copy_from(const Thread& thread, uint32_t address, uint32_t bytes, int actor,
+                            uint32_t time) {
   each(*thread.block, address, bytes, [&](Granule& granule, size_t, uint32_t at) {
     check_written(thread, granule, at, "a copy reads");
     check_fenced(thread, granule, at, "a copy reads");
@@ -121,8 +128,8 @@ void Races::begin_copy_from(const Thread& thread, uint32_t address, uint32_t byt
   });
 }
 
-void Races::begin_copy_to(const Thread& thread, const Block& block, uint32_t address, uint32_t bytes, int actor,
-                          uint32_t time) {
+void Races::begin_copy_to(const Thread& thread, const Block& block, uint32_t address, uint32_t bytes,
+                          int actor, uint32_t time) {
   each(block, address, bytes, [&](Granule& granule, size_t i, uint32_t at) {
     check_written(thread, granule, at, "a copy to");
     check_read(thread, i, at, "a copy to");
@@ -132,12 +139,14 @@ void Races::begin_copy_to(const Thread& thread, const Block& block, uint32_t add
 
 void Races::begin_cp_async(const Thread& thread, uint32_t address, uint32_t bytes) {
   write(thread, *thread.block, address, bytes);
-  each(*thread.block, address, bytes, [&](Granule& granule, size_t, uint32_t) { granule.written = kPending; });
+  each(*thread.block, address, bytes,
+       [&](Granule& granule, size_t, uint32_t) { granule.written = kPending; });
 }
 
 void Races::end_cp_async(const Thread& thread, uint32_t address, uint32_t bytes) {
   each(*thread.block, address, bytes, [&](Granule& granule, size_t, uint32_t) {
-    if (granule.written == kPending && granule.writer == thread.warp->actor) granule.written = now(thread.warp->actor);
+    if (granule.written == kPending && granule.writer == thread.warp->actor)
+      granule.written = now(thread.warp->actor);
   });
 }
 

@@ -1,10 +1,11 @@
-// Order between accesses to the shared memory of a cluster's blocks (happens-before, by vector clocks): an access
-// that conflicts with an earlier one must come after it by a chain of barriers, whatever the order in which they
-// ran here.
+// Order between accesses to the shared memory of a cluster's blocks (happens-before, by vector clocks): an
+// access that conflicts with an earlier one must come after it by a chain of barriers, whatever the order in
+// which they ran here.
 //
-// Actors are the cluster's warps, whose clocks tick when they arrive at a barrier, and the mbarriers, which stand for the
-// copies that complete on them. An asynchronous read (wgmma, a store by TMA) lasts until its warp has waited for
-// it, and nobody may write there before. What kernels do through plain pointers is not seen.
+// Actors are the cluster's warps, whose clocks tick when they arrive at a barrier, and the mbarriers, which
+// stand for the copies that complete on them. An asynchronous read (wgmma, a store by TMA) lasts until its
+// warp has waited for it, and nobody may write there before. What kernels do through plain pointers is not
+// seen.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -51,7 +52,7 @@ class Races {
  private:
   static constexpr uint32_t kPending = 0x80000000;  // later than all that anyone can know
 
-  struct Granule {  // 16 bytes
+  struct Granule {    // 16 bytes
     int writer = -1;  // actor
     uint32_t written = 0;
     const Thread* generic_writer = nullptr;  // through the generic proxy
@@ -66,7 +67,9 @@ class Races {
   void check_fenced(const Thread& thread, const Granule& granule, uint32_t address, const char* what) const;
   void check_written(const Thread& thread, const Granule& granule, uint32_t address, const char* what) const;
   void check_read(const Thread& thread, size_t granule, uint32_t address, const char* what) const;
-  uint32_t& read_time(size_t granule, int warp, int engine) { return reads_[(granule * warps_ + warp) * 3 + engine]; }
+  uint32_t& read_time(size_t granule, int warp, int engine) {
+    return reads_[(granule * warps_ + warp) * 3 + engine];
+  }
 
   int warps_each_, warps_, actors_;
   size_t granules_each_;

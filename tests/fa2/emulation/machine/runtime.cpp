@@ -35,7 +35,8 @@ void seed_generator();
 cudaError_t launch_grid(const void* function, const std::function<void()>& kernel, dim3 grid, dim3 block,
                         size_t shared, unsigned cluster) {
   const auto allowed = shared_allowed.find(function);
-  if (grid.x == 0 || cluster == 0 || cluster > 8 || grid.x % cluster != 0 || block.x == 0 || block.x > 1024 || grid.y * grid.z * block.y * block.z != 1 ||
+  if (grid.x == 0 || cluster == 0 || cluster > 8 || grid.x % cluster != 0 || block.x == 0 || block.x > 1024 ||
+      grid.y * grid.z * block.y * block.z != 1 ||
       shared > (allowed == shared_allowed.end() ? 48u * 1024 : static_cast<size_t>(allowed->second))) {
     last_error = name_of(function) + ": grid, block or shared memory is not possible";
     return cudaErrorInvalidConfiguration;
@@ -89,7 +90,8 @@ uint32_t shuffle(uint32_t mask, uint32_t value, int argument, Shuffle kind) {
 uint64_t to_shared(const void* pointer) {
   const Block& block = *current().block;
   const auto* byte = static_cast<const unsigned char*>(pointer);
-  if (byte < block.shared || byte >= block.shared + block.shared_bytes) fail("a pointer outside of shared memory");
+  if (byte < block.shared || byte >= block.shared + block.shared_bytes)
+    fail("a pointer outside of shared memory");
   return kSharedBase + static_cast<uint64_t>(byte - block.shared);
 }
 
@@ -127,18 +129,34 @@ CUresult encode_tiled(CUtensorMap* map, CUtensorMapDataType type, cuuint32_t ran
   switch (type) {
     case CU_TENSOR_MAP_DATA_TYPE_UINT16:
     case CU_TENSOR_MAP_DATA_TYPE_FLOAT16:
-    case CU_TENSOR_MAP_DATA_TYPE_BFLOAT16: result.element_bytes = 2; break;
-    case CU_TENSOR_MAP_DATA_TYPE_FLOAT32: result.is_float = 1; [[fallthrough]];
+    case CU_TENSOR_MAP_DATA_TYPE_BFLOAT16:
+      result.element_bytes = 2;
+      break;
+    case CU_TENSOR_MAP_DATA_TYPE_FLOAT32:
+      result.is_float = 1;
+      [[fallthrough]];
     case CU_TENSOR_MAP_DATA_TYPE_INT32:
-    case CU_TENSOR_MAP_DATA_TYPE_UINT32: result.element_bytes = 4; break;
-    default: return CUDA_ERROR_NOT_SUPPORTED;
+    case CU_TENSOR_MAP_DATA_TYPE_UINT32:
+      result.element_bytes = 4;
+      break;
+    default:
+      return CUDA_ERROR_NOT_SUPPORTED;
   }
   switch (swizzle) {
-    case CU_TENSOR_MAP_SWIZZLE_NONE: result.swizzle_bytes = 16; break;
-    case CU_TENSOR_MAP_SWIZZLE_32B: result.swizzle_bytes = 32; break;
-    case CU_TENSOR_MAP_SWIZZLE_64B: result.swizzle_bytes = 64; break;
-    case CU_TENSOR_MAP_SWIZZLE_128B: result.swizzle_bytes = 128; break;
-    default: return CUDA_ERROR_NOT_SUPPORTED;
+    case CU_TENSOR_MAP_SWIZZLE_NONE:
+      result.swizzle_bytes = 16;
+      break;
+    case CU_TENSOR_MAP_SWIZZLE_32B:
+      result.swizzle_bytes = 32;
+      break;
+    case CU_TENSOR_MAP_SWIZZLE_64B:
+      result.swizzle_bytes = 64;
+      break;
+    case CU_TENSOR_MAP_SWIZZLE_128B:
+      result.swizzle_bytes = 128;
+      break;
+    default:
+      return CUDA_ERROR_NOT_SUPPORTED;
   }
   bool valid = rank >= 1 && rank <= 5 && interleave == CU_TENSOR_MAP_INTERLEAVE_NONE &&
                fill == CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE && reinterpret_cast<uintptr_t>(map) % 64 == 0 &&
@@ -147,7 +165,8 @@ CUresult encode_tiled(CUtensorMap* map, CUtensorMapDataType type, cuuint32_t ran
   const uint64_t inner_bytes = uint64_t{box[0]} * result.element_bytes;
   valid = inner_bytes % 16 == 0 && (result.swizzle_bytes == 16 || inner_bytes <= result.swizzle_bytes);
   for (cuuint32_t d = 0; d < rank; ++d) {
-    valid = valid && sizes[d] >= 1 && sizes[d] <= uint64_t{1} << 32 && box[d] >= 1 && box[d] <= 256 && steps[d] == 1;
+    valid = valid && sizes[d] >= 1 && sizes[d] <= uint64_t{1} << 32 && box[d] >= 1 && box[d] <= 256 &&
+            steps[d] == 1;
     result.last[d] = static_cast<uint32_t>(sizes[d] - 1);
     result.box[d] = static_cast<uint16_t>(box[d]);
     if (d == 0) continue;
@@ -177,11 +196,20 @@ cudaError_t cudaGetDevice(int* device) {
 
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
   switch (attribute) {
-    case cudaDevAttrMultiProcessorCount: *value = options.multiprocessors; return cudaSuccess;
-    case cudaDevAttrComputeCapabilityMajor: *value = 9; return cudaSuccess;
-    case cudaDevAttrComputeCapabilityMinor: *value = 0; return cudaSuccess;
-    case cudaDevAttrMaxSharedMemoryPerBlockOptin: *value = kSharedLimit; return cudaSuccess;
-    default: return cudaErrorInvalidValue;
+    case cudaDevAttrMultiProcessorCount:
+      *value = options.multiprocessors;
+      return cudaSuccess;
+    case cudaDevAttrComputeCapabilityMajor:
+      *value = 9;
+      return cudaSuccess;
+    case cudaDevAttrComputeCapabilityMinor:
+      *value = 0;
+      return cudaSuccess;
+    case cudaDevAttrMaxSharedMemoryPerBlockOptin:
+      *value = kSharedLimit;
+      return cudaSuccess;
+    default:
+      return cudaErrorInvalidValue;
   }
 }
 
