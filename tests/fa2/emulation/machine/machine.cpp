@@ -25,17 +25,24 @@ namespace {
 constexpr size_t kStack_bytes = 128 * 1024;
 
 std::mt19937_64 generator;
-Fiber scheduler;
-Thread* running = nullptr;
-std::string failure;  // of the current thread
-const std::function<void()>* kernel = nullptr;
-
-std::vector<Warp*> ready;
-std::vector<Thread*> polling;
-std::vector<std::shared_ptr<Copy>> copies;
-std::vector<Warp*> busy;  // with wgmmas to execute
-int64_t idle_polls = 0;   // in a row, while nothing else happened
 std::map<const unsigned char*, uint64_t> global_memory;
+
+// Of the grid that runs. A kernel that waits for the one before it lets that one run in between.
+struct State {
+  Fiber scheduler;
+  Thread* running = nullptr;
+  std::string failure;  // of the running thread
+  const std::function<void()>* kernel = nullptr;
+  std::vector<Warp*> ready;
+  std::vector<Thread*> polling;
+  std::vector<std::shared_ptr<Copy>> copies;
+  std::vector<Warp*> busy;  // with wgmmas to execute
+  int64_t idle_polls = 0;   // in a row, while nothing else happened
+  size_t stacks = 0;        // in use, by outer grids too
+  dim3 size, grid;
+};
+State state;
+Thread*& running = state.running;
 
 char* stack(size_t i) {
   static size_t count = 0;
@@ -80,7 +87,7 @@ void end_barrier(Block& block, NamedBarrier& barrier) {
 }
 
 [[noreturn]] void thread_main() {
-  (*kernel)();
+  (*state.kernel)();
   Thread& thread = *running;
   thread.done = true;
   Block& block = *thread.block;
@@ -101,61 +108,64 @@ void end_barrier(Block& block, NamedBarrier& barrier) {
     end_barrier(block, all);
   }
   end_cluster_barrier_if_complete(*block.cluster);
-  switch_fiber(thread.fiber, scheduler);
+  switch_fiber(thread.fiber, state.scheduler);
   __builtin_unreachable();
 }
 
 void enlist(Warp& warp) {
   if (warp.place >= 0) return;
-  warp.place = static_cast<int>(ready.size());
-  ready.push_back(&warp);
+  warp.place = static_cast<int>(state.ready.size());
+  state.ready.push_back(&warp);
 }
 
 void delist(Warp& warp) {
-  ready[warp.place] = ready.back();
-  ready[warp.place]->place = warp.place;
-  ready.pop_back();
+  state.ready[warp.place] = state.ready.back();
+  state.ready[warp.place]->place = warp.place;
+  state.ready.pop_back();
   warp.place = -1;
+}
+
+void enter_thread(Thread& thread) {
+  running = &thread;
+  threadIdx = {static_cast<unsigned>(thread.index), 0, 0};
+  blockIdx = thread.block->index;
+  shared_memory = thread.block->shared;
 }
 
 void resume(Thread& thread) {
   Warp& warp = *thread.warp;
-  Block& block = *thread.block;
   warp.ready &= ~(1u << thread.lane);
   if (warp.ready == 0) delist(warp);
-  running = &thread;
-  threadIdx = {static_cast<unsigned>(thread.index), 0, 0};
-  blockIdx = block.index;
-  shared_memory = block.shared;
+  enter_thread(thread);
   thread.polling = false;
-  switch_fiber(scheduler, thread.fiber);
+  switch_fiber(state.scheduler, thread.fiber);
   running = nullptr;
-  if (!failure.empty()) throw std::runtime_error(failure);
-  if (!thread.polling) idle_polls = 0;
+  if (!state.failure.empty()) throw std::runtime_error(state.failure);
+  if (!thread.polling) state.idle_polls = 0;
 }
 
 bool run_async() {
-  while (!copies.empty() || !busy.empty()) {
-    const size_t i = random_number() % (copies.size() + busy.size());
-    if (i >= copies.size()) {
-      const size_t j = i - copies.size();
-      Warp& warp = *busy[j];
+  while (!state.copies.empty() || !state.busy.empty()) {
+    const size_t i = random_number() % (state.copies.size() + state.busy.size());
+    if (i >= state.copies.size()) {
+      const size_t j = i - state.copies.size();
+      Warp& warp = *state.busy[j];
       const bool any = !warp.wgmmas.empty();
       if (any) execute_wgmma(warp);
-      if (warp.wgmmas.empty()) busy[j] = busy.back(), busy.pop_back();
+      if (warp.wgmmas.empty()) state.busy[j] = state.busy.back(), state.busy.pop_back();
       if (any) return true;
       continue;
     }
-    const std::shared_ptr<Copy> copy = copies[i];
+    const std::shared_ptr<Copy> copy = state.copies[i];
     const bool any = copy->read || copy->write;
     if (copy->read) {
       copy->finish_read();
     } else {
       copy->finish();
     }
-    if (!copy->read && !copy->write) copies[i] = copies.back(), copies.pop_back();
+    if (!copy->read && !copy->write) state.copies[i] = state.copies.back(), state.copies.pop_back();
     if (any) {
-      idle_polls = 0;
+      state.idle_polls = 0;
       return true;
     }
   }
@@ -215,25 +225,25 @@ void run_blocks(std::vector<std::unique_ptr<Block>>& blocks) {
     return std::any_of(blocks.begin(), blocks.end(), [](const auto& b) { return b->alive > 0; });
   };
   while (true) {
-    if (options.policy == Policy::kRandom && (!copies.empty() || !busy.empty()) && chance(4)) {
+    if (options.policy == Policy::kRandom && (!state.copies.empty() || !state.busy.empty()) && chance(4)) {
       run_async();
       continue;
     }
-    if (ready.empty()) {
-      if (!polling.empty()) {
-        for (Thread* thread : std::exchange(polling, {})) wake(*thread);
-        const bool more = ++idle_polls % 16 == 0 && run_async();
-        if (idle_polls > 1000 && !more) report_deadlock(blocks);
+    if (state.ready.empty()) {
+      if (!state.polling.empty()) {
+        for (Thread* thread : std::exchange(state.polling, {})) wake(*thread);
+        const bool more = ++state.idle_polls % 16 == 0 && run_async();
+        if (state.idle_polls > 1000 && !more) report_deadlock(blocks);
         continue;
       }
       if (!alive()) return;
       if (!run_async()) report_deadlock(blocks);
       continue;
     }
-    if (!polling.empty() && chance(16)) {
-      for (Thread* thread : std::exchange(polling, {})) wake(*thread);
+    if (!state.polling.empty() && chance(16)) {
+      for (Thread* thread : std::exchange(state.polling, {})) wake(*thread);
     }
-    Warp& warp = *ready[random_number() % ready.size()];
+    Warp& warp = *state.ready[random_number() % state.ready.size()];
     uint32_t lanes = warp.ready;
     // Mostly all lanes that can, in either order; now and then one runs ahead of the others.
     const uint64_t how = random_number() % 16;
@@ -264,7 +274,8 @@ std::unique_ptr<Block> make_block(unsigned index, Cluster& cluster, dim3 size, s
   block->warps.resize((threads + 31) / 32);
   block->alive = threads;
   block->shared_bytes = static_cast<uint32_t>(shared_bytes);
-  block->shared = static_cast<unsigned char*>(std::aligned_alloc(1024, (shared_bytes + 2047) / 1024 * 1024));
+  block->shared_memory.reset(std::aligned_alloc(1024, (shared_bytes + 2047) / 1024 * 1024));
+  block->shared = static_cast<unsigned char*>(block->shared_memory.get());
   std::memset(block->shared, 0xff, shared_bytes);  // NaN, whatever the type
   block->wgmma_log.resize(threads / 128 + 1);
   for (int i = 0; i < threads; ++i) {
@@ -299,8 +310,8 @@ void fail(const char* format, ...) {
   std::vsnprintf(text, sizeof text, format, arguments);
   va_end(arguments);
   if (running == nullptr) throw std::runtime_error(text);
-  failure = describe(*running) + ": " + text;
-  switch_fiber(running->fiber, scheduler);  // for ever
+  state.failure = describe(*running) + ": " + text;
+  switch_fiber(running->fiber, state.scheduler);  // for ever
   __builtin_unreachable();
 }
 
@@ -318,7 +329,7 @@ bool chance(int one_in) {
 
 void suspend(const Wait& wait) {
   running->wait = wait;
-  switch_fiber(running->fiber, scheduler);
+  switch_fiber(running->fiber, state.scheduler);
 }
 
 void wake(Thread& thread) {
@@ -328,7 +339,7 @@ void wake(Thread& thread) {
 
 void poll() {
   running->polling = true;
-  polling.push_back(running);
+  state.polling.push_back(running);
   suspend({"a poll of global memory", 0, 0});
 }
 
@@ -484,31 +495,36 @@ Place place_of(uint32_t address) {
 
 void start(std::shared_ptr<Copy> copy) {
   if (options.policy == Policy::kEarly) return copy->finish();
-  copies.push_back(std::move(copy));
+  state.copies.push_back(std::move(copy));
 }
 
 void note_busy(Warp& warp) {
-  if (std::find(busy.begin(), busy.end(), &warp) == busy.end()) busy.push_back(&warp);
+  if (std::find(state.busy.begin(), state.busy.end(), &warp) == state.busy.end()) state.busy.push_back(&warp);
 }
 
-void run_grid(const std::function<void()>& kernel_, dim3 grid, dim3 size, size_t shared, unsigned cluster) {
-  kernel = &kernel_;
-  blockDim = size;
-  gridDim = grid;
-  ready.clear(), polling.clear(), copies.clear(), busy.clear();
-  failure.clear();
-  running = nullptr;
-  idle_polls = 0;
+void run_grid(const std::function<void()>& kernel, dim3 grid, dim3 size, size_t shared, unsigned cluster) {
+  State outer;
+  std::swap(state, outer);
+  const auto enter = [&] { blockDim = state.size, gridDim = state.grid; };
+  state.kernel = &kernel;
+  state.size = size, state.grid = grid;
+  const size_t stacks = outer.stacks;
+  enter();
   // A grid that fits runs at once, as persistent kernels count on; another one block after the other.
   const bool at_once = shared > 0 && grid.x <= static_cast<unsigned>(options.multiprocessors);
   std::vector<std::unique_ptr<Block>> blocks;
   std::vector<std::unique_ptr<Cluster>> clusters;
-  const auto finish = [&] {
-    for (auto& block : blocks) std::free(block->shared);
+  const auto end_blocks = [&] {
     blocks.clear();
     clusters.clear();
-    ready.clear(), polling.clear(), copies.clear(), busy.clear();
-    running = nullptr;
+    state.copies.clear();
+    state.stacks = stacks;
+  };
+  const auto leave = [&] {
+    end_blocks();
+    std::swap(state, outer);
+    enter();
+    if (running != nullptr) enter_thread(*running);
   };
   try {
     for (unsigned i = 0; i < grid.x; ++i) {
@@ -516,19 +532,20 @@ void run_grid(const std::function<void()>& kernel_, dim3 grid, dim3 size, size_t
         clusters.push_back(std::make_unique<Cluster>());
         clusters.back()->races = std::make_unique<Races>(cluster, (size.x + 31) / 32, shared);
       }
-      blocks.push_back(make_block(i, *clusters.back(), size, shared, blocks.size() * size.x));
+      blocks.push_back(make_block(i, *clusters.back(), size, shared, stacks + blocks.size() * size.x));
+      state.stacks = stacks + blocks.size() * size.x;
       if (i + 1 < grid.x && (at_once || (i + 1) % cluster != 0)) continue;
       run_blocks(blocks);
-      for (const auto& copy : copies)
+      for (const auto& copy : state.copies)
         if (copy->read) fail("the block ends with a copy to or from its shared memory in flight");
-      for (auto& copy : copies) copy->finish();  // what needs no wait: the writes of stores
-      copies.clear();
-      finish();
+      for (auto& copy : state.copies) copy->finish();  // what needs no wait: the writes of stores
+      end_blocks();
     }
   } catch (...) {
-    finish();
+    leave();
     throw;
   }
+  leave();
 }
 
 void seed_generator() {

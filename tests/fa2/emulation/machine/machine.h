@@ -9,6 +9,7 @@
 #include <vector_types.h>
 
 #include <cstdint>
+#include <cstdlib>
 #include <deque>
 #include <functional>
 #include <memory>
@@ -151,7 +152,8 @@ struct Block {
   dim3 size;
   std::vector<Thread> threads;
   std::vector<Warp> warps;
-  unsigned char* shared = nullptr;
+  std::unique_ptr<void, void (*)(void*)> shared_memory{nullptr, std::free};
+  unsigned char* shared = nullptr;  // the same
   uint32_t shared_bytes = 0;
   int alive = 0;
   std::unordered_map<uint32_t, MBarrier> mbarriers;
@@ -211,6 +213,12 @@ void start(std::shared_ptr<Copy> copy);
 
 // Runs a grid to its end, or throws std::runtime_error.
 void run_grid(const std::function<void()>& kernel, dim3 grid, dim3 size, size_t shared, unsigned cluster);
+
+// Kernels in the order of their launches; each runs when the next one is launched, or at finish_launches. One
+// that is launched `early` begins before the one before it, which runs when the first thread waits for it.
+void launch_in_order(std::function<void()> run, bool early);
+void finish_launches();
+void wait_for_previous_launch();
 
 // One warp's next wgmma.
 void execute_wgmma(Warp& warp);

@@ -1,6 +1,7 @@
-// mbarrier, barrier, elect, fences, and the instructions that only tune (setmaxnreg, griddepcontrol,
+// mbarrier, barrier, elect, fences, griddepcontrol, and the instructions that only tune (setmaxnreg,
 // prefetch).
 #include <map>
+#include <stdexcept>
 
 #include "machine.h"
 #include "ptx.h"
@@ -78,6 +79,14 @@ void aligned_nothing(const Call& call) {
   together(&call.statement, call.statement.text.c_str(), nullptr, [](Warp&) {});
 }
 
+void wait_for_previous(const Call&) {
+  try {
+    wait_for_previous_launch();
+  } catch (const std::exception& error) {
+    fail("%s", error.what());
+  }
+}
+
 void nothing(const Call&) {}
 
 }  // namespace
@@ -110,7 +119,7 @@ Handler find_synchronisation(const std::string& opcode) {
       {"fence.acq_rel.cta", nothing},
       {"setmaxnreg.inc.sync.aligned.u32", aligned_nothing},
       {"setmaxnreg.dec.sync.aligned.u32", aligned_nothing},
-      {"griddepcontrol.wait", nothing},
+      {"griddepcontrol.wait", wait_for_previous},
       {"griddepcontrol.launch_dependents", nothing},
       {"prefetch.tensormap", nothing},
   };

@@ -32,22 +32,36 @@ std::string name_of(const void* function) {
 
 void seed_generator();
 
-cudaError_t launch_grid(const void* function, const std::function<void()>& kernel, dim3 grid, dim3 block,
-                        size_t shared, unsigned cluster) {
-  const auto allowed = shared_allowed.find(function);
-  if (grid.x == 0 || cluster == 0 || cluster > 8 || grid.x % cluster != 0 || block.x == 0 || block.x > 1024 ||
-      grid.y * grid.z * block.y * block.z != 1 ||
-      shared > (allowed == shared_allowed.end() ? 48u * 1024 : static_cast<size_t>(allowed->second))) {
-    last_error = name_of(function) + ": grid, block or shared memory is not possible";
-    return cudaErrorInvalidConfiguration;
-  }
+namespace {
+template <class Work>
+cudaError_t synchronise(const Work& work) {
   try {
-    run_grid(kernel, grid, block, shared, cluster);
+    work();
   } catch (const std::exception& error) {
-    last_error = name_of(function) + ": " + error.what();
+    last_error = error.what();
     return cudaErrorLaunchFailure;
   }
   return cudaSuccess;
+}
+}  // namespace
+
+cudaError_t launch_grid(const void* function, std::function<void()> kernel, const launch& how) {
+  const auto allowed = shared_allowed.find(function);
+  const dim3 grid = how.grid, block = how.block;
+  if (grid.x == 0 || how.cluster == 0 || how.cluster > 8 || grid.x % how.cluster != 0 || block.x == 0 ||
+      block.x > 1024 || grid.y * grid.z * block.y * block.z != 1 ||
+      how.shared > (allowed == shared_allowed.end() ? 48u * 1024 : static_cast<size_t>(allowed->second))) {
+    last_error = name_of(function) + ": grid, block or shared memory is not possible";
+    return cudaErrorInvalidConfiguration;
+  }
+  const auto run = [=, kernel = std::move(kernel)] {
+    try {
+      run_grid(kernel, grid, block, how.shared, how.cluster);
+    } catch (const std::exception& error) {
+      throw std::runtime_error(name_of(function) + ": " + error.what());
+    }
+  };
+  return synchronise([&] { launch_in_order(run, how.early); });
 }
 
 // One lane's part in a shuffle.
@@ -225,8 +239,9 @@ cudaError_t cudaGetLastError(void) {
 }
 
 cudaError_t cudaMemsetAsync(void* target, int value, size_t bytes, cudaStream_t) {
+  const cudaError_t error = synchronise(finish_launches);
   std::memset(target, value, bytes);
-  return cudaSuccess;
+  return error;
 }
 
 static cudaError_t find_function(const char* name, void** function, cudaDriverEntryPointQueryResult* found) {
@@ -258,6 +273,10 @@ void emulation_start(uint64_t seed, int policy, int multiprocessors) {
 
 void emulation_allow(const void* pointer, uint64_t bytes) {
   allow_global(pointer, bytes);
+}
+
+int emulation_finish() {
+  return synchronise(finish_launches);
 }
 
 const char* emulation_error() {
