@@ -64,7 +64,7 @@ def why_not() -> str | None:
 
 def _cache() -> Path:
     path = Path(os.environ.get("FA2_EMULATION_CACHE", Path(tempfile.gettempdir()) / f"fa2-emulation-{os.getuid()}"))
-    path.mkdir(parents=True, exist_ok=True)
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
     return path
 
 
@@ -95,14 +95,14 @@ def _machine() -> Path:
     sources = [p for p in files if p.suffix == ".cpp" and p.name != "entry.cpp"]
     target = _cache() / f"machine-{_digest(files, FLAGS, _architecture(), str(cuda_include()))}.o"
     if not target.exists():
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory(dir=_cache()) as folder:
             parts = []
             for source in sources:
                 parts.append(f"{folder}/{source.stem}.o")
                 flags = [*FLAGS, *_architecture(), "-O3", f"-I{MACHINE}", f"-isystem{cuda_include()}"]
                 _compile(["g++", *flags, "-c", str(source), "-o", parts[-1]])
             _compile(["ld", "-r", *parts, "-o", f"{folder}/all.o"])
-            shutil.move(f"{folder}/all.o", target)
+            os.replace(f"{folder}/all.o", target)
     return target
 
 
@@ -164,7 +164,7 @@ class Kernel:
         deterministic: bool = False,
         seed: int = 0,
         policy: str = "random",
-        multiprocessors: int = 3,
+        multiprocessors: int = 4,
     ) -> tuple[Tensor, ...]:
         """Run the kernel on CPU tensors: dense (b, s, h, d), or varlen (T, h, d) with both cu_seqlens (int32).
 
@@ -265,14 +265,14 @@ def build(
     name = _digest([*sources, *here], vars(options), machine.name, edits_of, list(flags), FLAGS)
     library = _cache() / f"{family}_{direction}_{headdim}_{name}.so"
     if not library.exists():
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory(dir=_cache()) as folder:
             translate_tree(source, Path(folder) / "csrc", edits_of)
             defines = [f"-D{key}={value}" for key, value in vars(options).items()]
             flags = [*FLAGS, *flags, *defines, f"-I{folder}/csrc", f"-I{MACHINE}", f"-isystem{cuda_include()}"]
             target = f"{folder}/library.so"
             link = ["-shared", "-Wl,-Bsymbolic", str(machine), "-o", target]
             _compile(["g++", *flags, "-include", "prelude.h", str(MACHINE / "entry.cpp"), *link])
-            shutil.move(target, library)
+            os.replace(target, library)
     return Kernel(library, direction, headdim, dtype)
 
 

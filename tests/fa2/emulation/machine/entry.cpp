@@ -1,5 +1,6 @@
-// The C functions that a test calls, one pair for each library: they fill the kernel's arguments as api.cpp does.
-// Compiled together with one instantiation: FA2_FAMILY, FA2_DTYPE, FA2_HEADDIM, and the backward if FA2_BWD.
+// The C functions that a test calls, one pair for each library: they fill the kernel's arguments as api.cpp
+// does. Compiled together with one instantiation: FA2_FAMILY, FA2_DTYPE, FA2_HEADDIM, and the backward if
+// FA2_BWD.
 #include FA2_LAUNCH_HEADER
 
 #include <cstring>
@@ -52,6 +53,8 @@ void fill(fa2::Problem& p, const Call& call) {
 
 }  // namespace
 
+extern "C" int emulation_finish();
+
 extern "C" int emulation_run(const Call* call) {
 #ifdef FA2_BWD
   fa2::BwdParams p{};
@@ -69,7 +72,7 @@ extern "C" int emulation_run(const Call* call) {
   p.delta = call->delta;
   p.dq_accum = call->dq_accum;
   p.dq_semaphore = call->dq_semaphore;
-  return fa2::FA2_FAMILY::launch_bwd<fa2::DType::FA2_DTYPE, FA2_HEADDIM FA2_GRANT>(p, nullptr);
+  const int error = fa2::FA2_FAMILY::launch_bwd<fa2::DType::FA2_DTYPE, FA2_HEADDIM FA2_GRANT>(p, nullptr);
 #else
   fa2::FwdParams p{};
   fill(p, *call);
@@ -78,8 +81,10 @@ extern "C" int emulation_run(const Call* call) {
   p.v = call->v.data, p.v_strides = strides(call->v);
   p.out = call->out.data, p.out_strides = strides(call->out);
   p.softmax_lse = call->softmax_lse;
-  return fa2::FA2_FAMILY::launch_fwd<fa2::DType::FA2_DTYPE, FA2_HEADDIM FA2_GRANT>(p, nullptr);
+  const int error = fa2::FA2_FAMILY::launch_fwd<fa2::DType::FA2_DTYPE, FA2_HEADDIM FA2_GRANT>(p, nullptr);
 #endif
+  const int finished = emulation_finish();
+  return error != 0 ? error : finished;
 }
 
 extern "C" int64_t emulation_tile_list_size(int64_t total, int64_t batch) {

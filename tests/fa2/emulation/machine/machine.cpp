@@ -25,17 +25,24 @@ namespace {
 constexpr size_t kStack_bytes = 128 * 1024;
 
 std::mt19937_64 generator;
-Fiber scheduler;
-Thread* running = nullptr;
-std::string failure;  // of the current thread
-const std::function<void()>* kernel = nullptr;
-
-std::vector<Warp*> ready;
-std::vector<Thread*> polling;
-std::vector<std::shared_ptr<Copy>> copies;
-std::vector<Warp*> busy;  // with wgmmas to execute
-int64_t idle_polls = 0;   // in a row, while nothing else happened
 std::map<const unsigned char*, uint64_t> global_memory;
+
+// Of the grid that runs. A kernel that waits for the one before it lets that one run in between.
+struct State {
+  Fiber scheduler;
+  Thread* running = nullptr;
+  std::string failure;  // of the running thread
+  const std::function<void()>* kernel = nullptr;
+  std::vector<Warp*> ready;
+  std::vector<Thread*> polling;
+  std::vector<std::shared_ptr<Copy>> copies;
+  std::vector<Warp*> busy;  // with wgmmas to execute
+  int64_t idle_polls = 0;   // in a row, while nothing else happened
+  size_t stacks = 0;        // in use, by outer grids too
+  dim3 size, grid;
+};
+State state;
+Thread*& running = state.running;
 
 char* stack(size_t i) {
   static size_t count = 0;
@@ -57,6 +64,17 @@ std::string describe(const Thread& thread) {
   std::snprintf(text, sizeof text, "block %u, warp %d, lane %d", block.index.x, thread.warp->index,
                 thread.lane);
   return text;
+}
+
+void end_cluster_barrier_if_complete(Cluster& cluster) {
+  ClusterBarrier& barrier = cluster.barrier;
+  int alive = 0;
+  for (const Block* block : cluster.blocks) alive += block->alive;
+  if (barrier.arrived == 0 || barrier.arrived < alive) return;
+  barrier.arrived = 0;
+  ++barrier.phase;
+  barrier.completed = std::exchange(barrier.clock, {});
+  for (Thread* thread : std::exchange(barrier.waiting, {})) wake(*thread);
 }
 
 void end_barrier(Block& block, NamedBarrier& barrier) {
@@ -83,7 +101,7 @@ void end_cluster_barrier(Cluster& cluster) {
 }
 
 [[noreturn]] void thread_main() {
-  (*kernel)();
+  (*state.kernel)();
   Thread& thread = *running;
   thread.done = true;
   Block& block = *thread.block;
@@ -103,62 +121,65 @@ void end_cluster_barrier(Cluster& cluster) {
   if (all.threads < 0 && all.arrived > 0 && all.arrived == block.alive) {
     end_barrier(block, all);
   }
-  end_cluster_barrier(*block.cluster);
-  switch_fiber(thread.fiber, scheduler);
+  end_cluster_barrier_if_complete(*block.cluster);
+  switch_fiber(thread.fiber, state.scheduler);
   __builtin_unreachable();
 }
 
 void enlist(Warp& warp) {
   if (warp.place >= 0) return;
-  warp.place = static_cast<int>(ready.size());
-  ready.push_back(&warp);
+  warp.place = static_cast<int>(state.ready.size());
+  state.ready.push_back(&warp);
 }
 
 void delist(Warp& warp) {
-  ready[warp.place] = ready.back();
-  ready[warp.place]->place = warp.place;
-  ready.pop_back();
+  state.ready[warp.place] = state.ready.back();
+  state.ready[warp.place]->place = warp.place;
+  state.ready.pop_back();
   warp.place = -1;
+}
+
+void enter_thread(Thread& thread) {
+  running = &thread;
+  threadIdx = {static_cast<unsigned>(thread.index), 0, 0};
+  blockIdx = thread.block->index;
+  shared_memory = thread.block->shared;
 }
 
 void resume(Thread& thread) {
   Warp& warp = *thread.warp;
-  Block& block = *thread.block;
   warp.ready &= ~(1u << thread.lane);
   if (warp.ready == 0) delist(warp);
-  running = &thread;
-  threadIdx = {static_cast<unsigned>(thread.index), 0, 0};
-  blockIdx = block.index;
-  shared_memory = block.shared;
+  enter_thread(thread);
   thread.polling = false;
-  switch_fiber(scheduler, thread.fiber);
+  switch_fiber(state.scheduler, thread.fiber);
   running = nullptr;
-  if (!failure.empty()) throw std::runtime_error(failure);
-  if (!thread.polling) idle_polls = 0;
+  if (!state.failure.empty()) throw std::runtime_error(state.failure);
+  if (!thread.polling) state.idle_polls = 0;
 }
 
 bool run_async() {
-  while (!copies.empty() || !busy.empty()) {
-    const size_t i = random_number() % (copies.size() + busy.size());
-    if (i >= copies.size()) {
-      const size_t j = i - copies.size();
-      Warp& warp = *busy[j];
+  while (!state.copies.empty() || !state.busy.empty()) {
+    const size_t i = random_number() % (state.copies.size() + state.busy.size());
+    if (i >= state.copies.size()) {
+      const size_t j = i - state.copies.size();
+      Warp& warp = *state.busy[j];
       const bool any = !warp.wgmmas.empty();
       if (any) execute_wgmma(warp);
-      if (warp.wgmmas.empty()) busy[j] = busy.back(), busy.pop_back();
+      if (warp.wgmmas.empty()) state.busy[j] = state.busy.back(), state.busy.pop_back();
       if (any) return true;
       continue;
     }
-    const std::shared_ptr<Copy> copy = copies[i];
+    const std::shared_ptr<Copy> copy = state.copies[i];
     const bool any = copy->read || copy->write;
     if (copy->read) {
       copy->finish_read();
     } else {
       copy->finish();
     }
-    if (!copy->read && !copy->write) copies[i] = copies.back(), copies.pop_back();
+    if (!copy->read && !copy->write) state.copies[i] = state.copies.back(), state.copies.pop_back();
     if (any) {
-      idle_polls = 0;
+      state.idle_polls = 0;
       return true;
     }
   }
@@ -183,15 +204,16 @@ bool run_async() {
         if (const auto found = block->mbarriers.find(wait.address);
             wait.address != 0 && found != block->mbarriers.end()) {
           const MBarrier& b = found->second;
-          std::snprintf(line, sizeof line,
-                        "mbarrier at %u (number %u of the block's), parity %u: phase %u, %d of %d arrivals and "
-                        "%lld bytes outstanding",
-                        wait.address,
-                        static_cast<unsigned>(
-                            std::count_if(block->mbarriers.begin(), block->mbarriers.end(),
-                                          [&](const auto& other) { return other.first < wait.address; })),
-                        wait.parity, b.phase, b.pending, b.expected, static_cast<long long>(b.bytes));
-        } else if (std::strcmp(wait.what, "barrier") == 0) {
+          std::snprintf(
+              line, sizeof line,
+              "mbarrier at %u (number %u of the block's), parity %u: phase %u, %d of %d arrivals and "
+              "%lld bytes outstanding",
+              wait.address,
+              static_cast<unsigned>(
+                  std::count_if(block->mbarriers.begin(), block->mbarriers.end(),
+                                [&](const auto& other) { return other.first < wait.address; })),
+              wait.parity, b.phase, b.pending, b.expected, static_cast<long long>(b.bytes));
+        } else if (std::strncmp(wait.what, "barrier", 7) == 0) {
           const NamedBarrier& b = block->barriers[wait.parity];
           std::snprintf(line, sizeof line, "barrier %u: %d of %d threads there", wait.parity, b.arrived,
                         b.threads < 0 ? block->alive : b.threads);
@@ -217,25 +239,25 @@ void run_blocks(std::vector<std::unique_ptr<Block>>& blocks) {
     return std::any_of(blocks.begin(), blocks.end(), [](const auto& b) { return b->alive > 0; });
   };
   while (true) {
-    if (options.policy == Policy::kRandom && (!copies.empty() || !busy.empty()) && chance(4)) {
+    if (options.policy == Policy::kRandom && (!state.copies.empty() || !state.busy.empty()) && chance(4)) {
       run_async();
       continue;
     }
-    if (ready.empty()) {
-      if (!polling.empty()) {
-        for (Thread* thread : std::exchange(polling, {})) wake(*thread);
-        const bool more = ++idle_polls % 16 == 0 && run_async();
-        if (idle_polls > 1000 && !more) report_deadlock(blocks);
+    if (state.ready.empty()) {
+      if (!state.polling.empty()) {
+        for (Thread* thread : std::exchange(state.polling, {})) wake(*thread);
+        const bool more = ++state.idle_polls % 16 == 0 && run_async();
+        if (state.idle_polls > 1000 && !more) report_deadlock(blocks);
         continue;
       }
       if (!alive()) return;
       if (!run_async()) report_deadlock(blocks);
       continue;
     }
-    if (!polling.empty() && chance(16)) {
-      for (Thread* thread : std::exchange(polling, {})) wake(*thread);
+    if (!state.polling.empty() && chance(16)) {
+      for (Thread* thread : std::exchange(state.polling, {})) wake(*thread);
     }
-    Warp& warp = *ready[random_number() % ready.size()];
+    Warp& warp = *state.ready[random_number() % state.ready.size()];
     uint32_t lanes = warp.ready;
     // Mostly all lanes that can, in either order; now and then one runs ahead of the others.
     const uint64_t how = random_number() % 16;
@@ -252,16 +274,22 @@ void run_blocks(std::vector<std::unique_ptr<Block>>& blocks) {
   }
 }
 
-std::unique_ptr<Block> make_block(unsigned index, dim3 size, size_t shared_bytes, size_t first_stack) {
+std::unique_ptr<Block> make_block(unsigned index, Cluster& cluster, dim3 size, size_t shared_bytes,
+                                  size_t first_stack) {
   auto block = std::make_unique<Block>();
   block->index = {index, 0, 0};
+  block->cluster = &cluster;
+  block->rank = static_cast<int>(cluster.blocks.size());
+  cluster.blocks.push_back(block.get());
+  block->races = cluster.races.get();
   block->size = size;
   const int threads = static_cast<int>(size.x);
   block->threads.resize(threads);
   block->warps.resize((threads + 31) / 32);
   block->alive = threads;
   block->shared_bytes = static_cast<uint32_t>(shared_bytes);
-  block->shared = static_cast<unsigned char*>(std::aligned_alloc(1024, (shared_bytes + 2047) / 1024 * 1024));
+  block->shared_memory.reset(std::aligned_alloc(1024, (shared_bytes + 2047) / 1024 * 1024));
+  block->shared = static_cast<unsigned char*>(block->shared_memory.get());
   std::memset(block->shared, 0xff, shared_bytes);  // NaN, whatever the type
   block->wgmma_log.resize(threads / 128 + 1);
   for (int i = 0; i < threads; ++i) {
@@ -278,6 +306,7 @@ std::unique_ptr<Block> make_block(unsigned index, dim3 size, size_t shared_bytes
     const int lanes = std::min(32, threads - static_cast<int>(i) * 32);
     warp.block = block.get();
     warp.index = static_cast<int>(i);
+    warp.actor = block->rank * static_cast<int>(block->warps.size()) + warp.index;
     warp.lanes = lanes == 32 ? kFullWarp : (1u << lanes) - 1;
     warp.threads = &block->threads[i * 32];
     warp.ready = warp.lanes;
@@ -295,8 +324,8 @@ void fail(const char* format, ...) {
   std::vsnprintf(text, sizeof text, format, arguments);
   va_end(arguments);
   if (running == nullptr) throw std::runtime_error(text);
-  failure = describe(*running) + ": " + text;
-  switch_fiber(running->fiber, scheduler);  // for ever
+  state.failure = describe(*running) + ": " + text;
+  switch_fiber(running->fiber, state.scheduler);  // for ever
   __builtin_unreachable();
 }
 
@@ -314,7 +343,7 @@ bool chance(int one_in) {
 
 void suspend(const Wait& wait) {
   running->wait = wait;
-  switch_fiber(running->fiber, scheduler);
+  switch_fiber(running->fiber, state.scheduler);
 }
 
 void wake(Thread& thread) {
@@ -324,7 +353,7 @@ void wake(Thread& thread) {
 
 void poll() {
   running->polling = true;
-  polling.push_back(running);
+  state.polling.push_back(running);
   suspend({"a poll of global memory", 0, 0});
 }
 
@@ -338,7 +367,8 @@ unsigned char* shared_pointer(Block& block, uint32_t address, uint32_t bytes) {
   if (address < kSharedBase || address + bytes > kSharedBase + block.shared_bytes)
     fail("shared memory at %u, %u bytes: outside of the block's %u to %u", address, bytes, kSharedBase,
          kSharedBase + block.shared_bytes);
-  if (address % std::min<uint32_t>(bytes, 16) != 0) fail("shared memory at %u: not aligned to %u bytes", address, bytes);
+  if (address % std::min<uint32_t>(bytes, 16) != 0)
+    fail("shared memory at %u: not aligned to %u bytes", address, bytes);
   return block.shared + (address - kSharedBase);
 }
 
@@ -458,83 +488,89 @@ void barrier(int id, int threads, bool wait) {
 
 void cluster_arrive() {
   Cluster& cluster = *running->block->cluster;
-  running->cluster_phase = cluster.phase;
-  cluster.races->release(running->warp->actor, cluster.clock);
-  ++cluster.arrived;
-  end_cluster_barrier(cluster);
+  if (running->cluster_phase != cluster.barrier.phase)
+    fail("barrier.cluster: arrives again without a wait in between");
+  ++running->cluster_phase;
+  cluster.races->release(running->warp->actor, cluster.barrier.clock);
+  ++cluster.barrier.arrived;
+  end_cluster_barrier_if_complete(cluster);
 }
 
 void cluster_wait() {
   Cluster& cluster = *running->block->cluster;
-  while (cluster.phase == running->cluster_phase) {
-    cluster.waiting.push_back(running);
-    suspend({"barrier.cluster", 0, 0});
+  while (cluster.barrier.phase != running->cluster_phase) {
+    cluster.barrier.waiting.push_back(running);
+    suspend({"barrier.cluster.wait", 0, 0});
   }
-  cluster.races->acquire(running->warp->actor, cluster.completed);
+  cluster.races->acquire(running->warp->actor, cluster.barrier.completed);
+}
+
+uint32_t cluster_address(uint32_t address, uint32_t rank) {
+  const Cluster& cluster = *running->block->cluster;
+  if (rank >= cluster.blocks.size()) fail("mapa: block %u of a cluster of %zu", rank, cluster.blocks.size());
+  return (address & 0xffffff) | (rank + 1) << 24;
+}
+
+Place place_of(uint32_t address) {
+  if (address >> 24 == 0) return {*running->block, address};
+  Block& block = *running->block->cluster->blocks.at((address >> 24) - 1);
+  if (block.alive == 0) fail("shared memory of block %u, which has ended", block.index.x);
+  return {block, address & 0xffffff};
 }
 
 void start(std::shared_ptr<Copy> copy) {
   if (options.policy == Policy::kEarly) return copy->finish();
-  copies.push_back(std::move(copy));
+  state.copies.push_back(std::move(copy));
 }
 
 void note_busy(Warp& warp) {
-  if (std::find(busy.begin(), busy.end(), &warp) == busy.end()) busy.push_back(&warp);
+  if (std::find(state.busy.begin(), state.busy.end(), &warp) == state.busy.end()) state.busy.push_back(&warp);
 }
 
-// One cluster's blocks, numbered from `first` on.
-void make_cluster(Cluster& cluster, std::vector<std::unique_ptr<Block>>& blocks, unsigned first, unsigned count,
-                  dim3 size, size_t shared, size_t first_stack) {
-  const int warps = (size.x + 31) / 32;
-  const uint32_t room = (static_cast<uint32_t>(shared) + 31) / 16 * 16;
-  cluster.races = std::make_unique<Races>(warps * count, room * count);
-  for (unsigned rank = 0; rank < count; ++rank) {
-    blocks.push_back(make_block(first + rank, size, shared, first_stack + rank * size.x));
-    Block& block = *blocks.back();
-    block.cluster = &cluster;
-    block.rank = rank;
-    block.place = rank * room;
-    block.races = cluster.races.get();
-    for (Warp& warp : block.warps) warp.actor = static_cast<int>(rank) * warps + warp.index;
-    cluster.blocks.push_back(&block);
-  }
-}
-
-void run_grid(const std::function<void()>& kernel_, const char* name, dim3 grid, dim3 size, size_t shared,
-              unsigned cluster_blocks) {
-  kernel = &kernel_;
-  blockDim = size;
-  gridDim = grid;
-  ready.clear(), polling.clear(), copies.clear(), busy.clear();
-  failure.clear();
-  running = nullptr;
-  idle_polls = 0;
+void run_grid(const std::function<void()>& kernel, dim3 grid, dim3 size, size_t shared, unsigned cluster) {
+  State outer;
+  std::swap(state, outer);
+  const auto enter = [&] { blockDim = state.size, gridDim = state.grid; };
+  state.kernel = &kernel;
+  state.size = size, state.grid = grid;
+  const size_t stacks = outer.stacks;
+  enter();
   // A grid that fits runs at once, as persistent kernels count on; another one block after the other.
   const bool at_once = shared > 0 && grid.x <= static_cast<unsigned>(options.multiprocessors);
   std::vector<std::unique_ptr<Block>> blocks;
-  std::deque<Cluster> clusters;
-  const auto finish = [&] {
-    for (auto& block : blocks) std::free(block->shared);
+  std::vector<std::unique_ptr<Cluster>> clusters;
+  const auto end_blocks = [&] {
     blocks.clear();
     clusters.clear();
-    ready.clear(), polling.clear(), copies.clear(), busy.clear();
-    running = nullptr;
+    state.copies.clear();
+    state.stacks = stacks;
+  };
+  const auto leave = [&] {
+    end_blocks();
+    std::swap(state, outer);
+    enter();
+    if (running != nullptr) enter_thread(*running);
   };
   try {
-    for (unsigned i = 0; i < grid.x; i += cluster_blocks) {
-      make_cluster(clusters.emplace_back(), blocks, i, cluster_blocks, size, shared, at_once ? i * size.x : 0);
-      if (at_once && i + cluster_blocks < grid.x) continue;
+    for (unsigned i = 0; i < grid.x; ++i) {
+      if (i % cluster == 0) {
+        clusters.push_back(std::make_unique<Cluster>());
+        clusters.back()->races = std::make_unique<Races>(cluster, (size.x + 31) / 32, shared);
+      }
+      blocks.push_back(make_block(i, *clusters.back(), size, shared, stacks + blocks.size() * size.x));
+      state.stacks = stacks + blocks.size() * size.x;
+      if (i + 1 < grid.x && (at_once || (i + 1) % cluster != 0)) continue;
       run_blocks(blocks);
-      for (const auto& copy : copies)
+      for (const auto& copy : state.copies)
         if (copy->read) fail("the block ends with a copy to or from its shared memory in flight");
-      for (auto& copy : copies) copy->finish();  // what needs no wait: the writes of stores
-      copies.clear();
-      finish();
+      for (auto& copy : state.copies) copy->finish();  // what needs no wait: the writes of stores
+      end_blocks();
     }
-  } catch (const std::exception& error) {
-    finish();
-    throw std::runtime_error(std::string(name) + ": " + error.what());
+  } catch (...) {
+    leave();
+    throw;
   }
+  leave();
 }
 
 void seed_generator() {

@@ -9,6 +9,7 @@
 #include <vector_types.h>
 
 #include <cstdint>
+#include <cstdlib>
 #include <deque>
 #include <functional>
 #include <memory>
@@ -32,7 +33,7 @@ enum class Policy : int { kRandom, kEarly, kLate };
 struct Options {
   uint64_t seed = 0;
   Policy policy = Policy::kRandom;
-  int multiprocessors = 3;
+  int multiprocessors = 4;
 };
 extern Options options;
 
@@ -104,7 +105,8 @@ struct Thread {
   uint32_t cluster_phase = 0;             // of barrier.cluster, at its arrival
   uint64_t wgmmas = 0, wgmma_groups = 0;  // issued, committed
   bool wgmma_fenced = false;
-  std::vector<std::shared_ptr<Copy>> bulk;               // not yet committed
+  uint32_t cluster_phase = 0;               // of the cluster's barrier, that the thread has arrived in
+  std::vector<std::shared_ptr<Copy>> bulk;  // not yet committed
   std::deque<std::pair<uint64_t, std::vector<std::shared_ptr<Copy>>>> bulk_groups;  // numbered, oldest first
   uint64_t bulk_groups_begun = 0;
   std::vector<CpAsync> cp_async;
@@ -116,8 +118,7 @@ struct Wgmma;
 
 struct Warp {
   Block* block = nullptr;
-  int index = 0;
-  int actor = 0;               // its number in the cluster
+  int index = 0, actor = 0;    // in the block; among the cluster's, for races
   uint32_t lanes = kFullWarp;  // that exist
   uint32_t ready = 0;
   int place = -1;  // in the scheduler's list
@@ -131,20 +132,38 @@ struct Warp {
   std::deque<std::pair<uint64_t, std::vector<Piece>>> wgmma_reads;  // not waited for: group, operands
 };
 
+// The barrier of barrier.cluster.*: arriving and waiting are two steps.
+struct ClusterBarrier {
+  int arrived = 0;
+  uint32_t phase = 0;
+  std::vector<Thread*> waiting;
+  Clock clock, completed;
+};
+
+// Thread blocks that run together and reach each other's shared memory; mostly one alone.
+struct Cluster {
+  std::vector<Block*> blocks;
+  std::unique_ptr<Races> races;
+  ClusterBarrier barrier;
+};
+
 struct Block {
   Cluster* cluster = nullptr;
   uint32_t rank = 0, place = 0;  // its number in the cluster; where its shared memory is in that of all
   uint3 index = {};
+  Cluster* cluster = nullptr;
+  int rank = 0;  // in the cluster
   dim3 size;
   std::vector<Thread> threads;
   std::vector<Warp> warps;
-  unsigned char* shared = nullptr;
+  std::unique_ptr<void, void (*)(void*)> shared_memory{nullptr, std::free};
+  unsigned char* shared = nullptr;  // the same
   uint32_t shared_bytes = 0;
   int alive = 0;
   std::unordered_map<uint32_t, MBarrier> mbarriers;
   NamedBarrier barriers[16];
-  Clock last_barrier;  // what those who waited at the barrier that ended last now know
-  int or_votes = 0;  // __syncthreads_or
+  Clock last_barrier;      // what those who waited at the barrier that ended last now know
+  int or_votes = 0;        // __syncthreads_or
   Races* races = nullptr;  // the cluster's
   std::vector<std::vector<std::shared_ptr<Wgmma>>> wgmma_log;  // by warpgroup: what its n-th wgmma is
 };
@@ -177,6 +196,15 @@ void poll();
 template <class Work>
 void together(const void* at, const char* name, void* argument, const Work& work);
 
+// A place in the shared memory of a block of the current thread's cluster. Addresses "of the cluster", by
+// mapa, name the block in their upper bits; others are the thread's own block's.
+struct Place {
+  Block& block;
+  uint32_t address;
+};
+Place place_of(uint32_t cluster_address);
+uint32_t cluster_address(uint32_t address, uint32_t rank);
+
 // The block's shared memory at an address, checked.
 unsigned char* shared_pointer(Block& block, uint32_t address, uint32_t bytes);
 // The block that an address of the cluster names, and the address in that block.
@@ -196,15 +224,20 @@ void mbarrier_wait(uint32_t address, uint32_t parity);
 // barrier.cta; threads < 0: all of the block.
 void barrier(int id, int threads, bool wait);
 
-// barrier.cluster.arrive and .wait.
 void cluster_arrive();
 void cluster_wait();
 
 // Asynchronous copies.
 void start(std::shared_ptr<Copy> copy);
 
-void run_grid(const std::function<void()>& kernel, const char* name, dim3 grid, dim3 size, size_t shared,
-              unsigned cluster);
+// Runs a grid to its end, or throws std::runtime_error.
+void run_grid(const std::function<void()>& kernel, dim3 grid, dim3 size, size_t shared, unsigned cluster);
+
+// Kernels in the order of their launches; each runs when the next one is launched, or at finish_launches. One
+// that is launched `early` begins before the one before it, which runs when the first thread waits for it.
+void launch_in_order(std::function<void()> run, bool early);
+void finish_launches();
+void wait_for_previous_launch();
 
 // One warp's next wgmma.
 void execute_wgmma(Warp& warp);

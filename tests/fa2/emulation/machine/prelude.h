@@ -1,5 +1,5 @@
-// Included before a kernel source: what nvcc would provide to device code, in terms of the machine. The sources
-// themselves are translated (translate.py): inline assembly to execute(), launches to launch().
+// Included before a kernel source: what nvcc would provide to device code, in terms of the machine. The
+// sources themselves are translated (translate.py): inline assembly to execute(), launches to launch().
 #pragma once
 #include <cuda.h>
 #include <cudaTypedefs.h>
@@ -29,7 +29,8 @@
 #define cudaLaunchKernelEx ::fa2::emulation::launch_extended
 
 template <class... Parameters>
-inline cudaError_t cudaFuncSetAttribute(void (*kernel)(Parameters...), cudaFuncAttribute attribute, int value) {
+inline cudaError_t cudaFuncSetAttribute(void (*kernel)(Parameters...), cudaFuncAttribute attribute,
+                                        int value) {
   return cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), attribute, value);
 }
 
@@ -104,15 +105,15 @@ inline void __nanosleep(unsigned) {
 }
 
 // Shuffles of 32-bit values; all of the warp takes part.
-#define FA2_SHUFFLE(name, kind)                                                                     \
-  template <class T>                                                                                \
-  inline T name(unsigned mask, T value, int argument) {                                             \
-    static_assert(sizeof(T) == 4);                                                                  \
-    uint32_t bits;                                                                                  \
-    std::memcpy(&bits, &value, 4);                                                                  \
-    bits = fa2::emulation::shuffle(mask, bits, argument, fa2::emulation::Shuffle::kind);            \
-    std::memcpy(&value, &bits, 4);                                                                  \
-    return value;                                                                                   \
+#define FA2_SHUFFLE(name, kind)                                                          \
+  template <class T>                                                                     \
+  inline T name(unsigned mask, T value, int argument) {                                  \
+    static_assert(sizeof(T) == 4);                                                       \
+    uint32_t bits;                                                                       \
+    std::memcpy(&bits, &value, 4);                                                       \
+    bits = fa2::emulation::shuffle(mask, bits, argument, fa2::emulation::Shuffle::kind); \
+    std::memcpy(&value, &bits, 4);                                                       \
+    return value;                                                                        \
   }
 FA2_SHUFFLE(__shfl_sync, kIndex)
 FA2_SHUFFLE(__shfl_xor_sync, kXor)

@@ -22,6 +22,18 @@ void set_predicate(const Call& call) {
   call.set(0, static_cast<uint64_t>(call.statement.has("ne") ? a != b : a == b));
 }
 
+void move(const Call& call) {
+  call.set(0, call.u32(1));
+}
+
+uint64_t special_register(const std::string& name) {
+  const Thread& thread = current();
+  if (name == "cluster_ctarank") return thread.block->rank;
+  if (name == "cluster_nctarank") return thread.block->cluster->blocks.size();
+  if (name == "laneid") return thread.lane;
+  fail("the emulator does not know the register %%%s", name.c_str());
+}
+
 void select(const Call& call) {
   call.set(0, static_cast<uint32_t>(call.value(3) ? call.u32(1) : call.u32(2)));
 }
@@ -41,6 +53,7 @@ void move_special(const Call& call) {
 
 Handler find_arithmetic(const std::string& opcode) {
   if (opcode == "bra") return branch;
+  if (opcode == "mov.u32" || opcode == "mov.b32") return move;
   if (opcode == "setp.ne.b32" || opcode == "setp.eq.b32" || opcode == "setp.ne.s32") return set_predicate;
   if (opcode == "mov.u32") return move_special;
   if (opcode == "selp.b32" || opcode == "selp.u32") return select;
@@ -69,7 +82,8 @@ struct Parser {
     while (at < text.size() && (std::isalnum(static_cast<unsigned char>(text[at])) ||
                                 std::string("_.:%$").find(text[at]) != std::string::npos)) {
       // A label's colon ends the word; "shared::cta" has two.
-      if (text[at] == ':' && !(at + 1 < text.size() && text[at + 1] == ':') && !(at > begin && text[at - 1] == ':'))
+      if (text[at] == ':' && !(at + 1 < text.size() && text[at + 1] == ':') &&
+          !(at > begin && text[at - 1] == ':'))
         break;
       ++at;
     }
@@ -86,15 +100,17 @@ struct Parser {
       const char end = list ? '}' : ']';
       while (!take(end)) {
         argument.parts.push_back(parse_argument());
-        if (!take(',') && !(skip(), at < text.size() && text[at] == end)) fail("cannot parse: %s", text.c_str());
+        if (!take(',') && !(skip(), at < text.size() && text[at] == end))
+          fail("cannot parse: %s", text.c_str());
       }
       return argument;
     }
     std::string name = word();
     if (take('|')) name = word();  // elect.sync d|p: d is not used
     if (name == "_") return argument;
-    if (name[0] == '%' && name.size() > 1 && name[1] == '%') {
-      argument.kind = Argument::kSink;  // a special register, which the instruction's text names
+    if (name.rfind("%%", 0) == 0) {
+      argument.kind = Argument::kSpecial;
+      argument.name = name.substr(2);
     } else if (name[0] == '%') {
       argument.kind = Argument::kOperand;
       argument.index = std::stoi(name.substr(1));
@@ -134,9 +150,11 @@ struct Parser {
     }
     if (statement.opcode.rfind(".reg", 0) == 0) return;
     statement.text = text.substr(begin, at - begin);
-    for (auto find : {find_arithmetic, find_shared_memory, find_synchronisation, find_mma, find_wgmma, find_copies})
+    for (auto find :
+         {find_arithmetic, find_shared_memory, find_synchronisation, find_mma, find_wgmma, find_copies})
       if (statement.handler == nullptr) statement.handler = find(statement.opcode);
-    if (statement.handler == nullptr) fail("the emulator does not know the instruction %s", statement.opcode.c_str());
+    if (statement.handler == nullptr)
+      fail("the emulator does not know the instruction %s", statement.opcode.c_str());
     program.statements.push_back(std::move(statement));
   }
   void run() {
@@ -196,11 +214,18 @@ void* Call::variable(const Argument& argument) const {
 
 uint64_t Call::value(const Argument& argument) const {
   switch (argument.kind) {
-    case Argument::kOperand: return operands[argument.index].value;
-    case Argument::kLocal: return locals[argument.index];
-    case Argument::kImmediate: return argument.value;
-    case Argument::kAddress: return value(argument.parts.at(0));
-    default: fail("an operand should have a value: %s", statement.text.c_str());
+    case Argument::kOperand:
+      return operands[argument.index].value;
+    case Argument::kLocal:
+      return locals[argument.index];
+    case Argument::kImmediate:
+      return argument.value;
+    case Argument::kSpecial:
+      return special_register(argument.name);
+    case Argument::kAddress:
+      return value(argument.parts.at(0));
+    default:
+      fail("an operand should have a value: %s", statement.text.c_str());
   }
 }
 

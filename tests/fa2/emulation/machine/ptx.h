@@ -1,6 +1,6 @@
 // Inline assembly, interpreted. asm volatile(text : outputs : inputs : clobbers) is translated to
-// execute(program, {operands}), where the program is the text, parsed once. What an instruction does stands in
-// ptx_*.cpp, each named in full: an instruction or a modifier that is not known there is an error.
+// execute(program, {operands}), where the program is the text, parsed once. What an instruction does stands
+// in ptx_*.cpp, each named in full: an instruction or a modifier that is not known there is an error.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -28,7 +28,8 @@ Operand input(T&& expression) {
   static_assert(sizeof(Value) <= 8);
   const Value value = expression;
   Operand operand{nullptr, 0};
-  if constexpr (std::is_lvalue_reference_v<T>) operand.address = const_cast<std::remove_const_t<std::remove_reference_t<T>>*>(&expression);
+  if constexpr (std::is_lvalue_reference_v<T>)
+    operand.address = const_cast<std::remove_const_t<std::remove_reference_t<T>>*>(&expression);
   if constexpr (std::is_integral_v<Value> && sizeof(Value) <= 4) {
     operand.value = static_cast<uint32_t>(value);
   } else {
@@ -44,9 +45,10 @@ void execute(const Program& program, std::initializer_list<Operand> operands);
 // --- for the instructions
 
 struct Argument {
-  enum Kind { kOperand, kLocal, kImmediate, kSink, kList, kAddress } kind = kSink;
-  int index = 0;       // of an operand or a local register
-  uint64_t value = 0;  // immediate
+  enum Kind { kOperand, kLocal, kImmediate, kSpecial, kSink, kList, kAddress } kind = kSink;
+  int index = 0;                // of an operand or a local register
+  uint64_t value = 0;           // immediate
+  std::string name;             // of a special register
   std::vector<Argument> parts;  // of {a, b} or [a, b]
 };
 
@@ -60,7 +62,9 @@ struct Statement {
   bool guard_negated = false;
   int target = -1;  // of a branch
   std::vector<Argument> arguments;
-  bool has(const char* modifier) const { return (opcode + ".").find(std::string(".") + modifier + ".") != std::string::npos; }
+  bool has(const char* modifier) const {
+    return (opcode + ".").find(std::string(".") + modifier + ".") != std::string::npos;
+  }
 };
 
 // One execution of one statement by one thread.

@@ -1,6 +1,6 @@
-// The bulk copy engine: cp.async.bulk and cp.reduce.async.bulk, of contiguous bytes or of a tensor map's boxes
-// (PTX ISA, "Data movement: asynchronous copy"). What it does is put in a queue; a store reads shared memory at
-// one moment and writes global memory at a later one.
+// The bulk copy engine: cp.async.bulk and cp.reduce.async.bulk, of contiguous bytes or of a tensor map's
+// boxes (PTX ISA, "Data movement: asynchronous copy"). What it does is put in a queue; a store reads shared
+// memory at one moment and writes global memory at a later one.
 #include <algorithm>
 #include <map>
 
@@ -43,7 +43,10 @@ void for_each_piece(const TensorMap& map, uint32_t shared, const int* at, const 
             to ^= (to >> 7 & (map.swizzle_bytes / 16 - 1)) << 4;
             const int64_t first = int64_t{at[0]} * map.element_bytes + byte;
             const int64_t end = (int64_t{map.last[0]} + 1) * map.element_bytes;
-            const int bytes = first < 0 || !inside ? 0 : static_cast<int>(std::min<int64_t>(16, std::max<int64_t>(0, end - first)));
+            const int bytes =
+                first < 0 || !inside
+                    ? 0
+                    : static_cast<int>(std::min<int64_t>(16, std::max<int64_t>(0, end - first)));
             piece(to, reinterpret_cast<unsigned char*>(address + static_cast<uint64_t>(first)), bytes);
           }
         }
@@ -71,43 +74,50 @@ Box box_of(const Call& call, size_t i) {
   const Argument& argument = call.argument(i);
   Box box{map_at(call.value(argument.parts.at(0)))};
   const auto& coordinates = argument.parts.at(1).parts;
-  if (coordinates.size() != box.map.rank || !call.statement.has((std::to_string(coordinates.size()) + "d").c_str()))
-    fail("TMA: a map of %d dimensions, %zu coordinates, %s", box.map.rank, coordinates.size(), call.statement.opcode.c_str());
-  for (size_t d = 0; d < coordinates.size(); ++d) box.at[d] = static_cast<int>(static_cast<uint32_t>(call.value(coordinates[d])));
+  if (coordinates.size() != box.map.rank ||
+      !call.statement.has((std::to_string(coordinates.size()) + "d").c_str()))
+    fail("TMA: a map of %d dimensions, %zu coordinates, %s", box.map.rank, coordinates.size(),
+         call.statement.opcode.c_str());
+  for (size_t d = 0; d < coordinates.size(); ++d)
+    box.at[d] = static_cast<int>(static_cast<uint32_t>(call.value(coordinates[d])));
   return box;
 }
 
-void load_box_into(Block& block, uint32_t shared, uint32_t barrier, const Box& box);
-
+// To the thread's own block, to another by an address of the cluster, or to the same place of several.
 void load_box(const Call& call) {
-  const uint32_t shared = static_cast<uint32_t>(call.address(0)), barrier = static_cast<uint32_t>(call.address(2));
   const Box box = box_of(call, 1);
-  if (!call.statement.has("multicast::cluster")) return load_box_into(*current().block, shared, barrier, box);
-  const uint32_t mask = call.u32(3) & 0xffff;
-  Cluster& cluster = *current().block->cluster;
-  if (mask == 0 || mask >> cluster.blocks.size() != 0) fail("TMA: multicast to blocks %x of a cluster of %zu", mask, cluster.blocks.size());
-  for (Block* block : cluster.blocks)
-    if (mask >> block->rank & 1) load_box_into(*block, shared, barrier, box);
-}
-
-void load_box_into(Block& block, uint32_t shared, uint32_t barrier, const Box& box) {
-  check_shared(block, shared, box.map);
   const TensorMap map = box.map;
-  const MBarrier& its = mbarrier_at(block, barrier);
-  block.races->begin_write(current(), block, shared, box_bytes(map), its.actor, its.phase + 1);
-  auto copy = std::make_shared<Copy>();
-  copy->read = [=, &block] {
-    for_each_piece(map, shared, box.at, [&](uint32_t to, unsigned char* from, int bytes) {
-      unsigned char* target = shared_pointer(block, to, 16);
-      std::memset(target, 0, 16);
-      if (bytes > 0) {
+  const Place to = place_of(static_cast<uint32_t>(call.address(0)));
+  const Place barrier = place_of(static_cast<uint32_t>(call.address(2)));
+  if (&to.block != &barrier.block) fail("TMA: the mbarrier is in another block than the target");
+  std::vector<Block*> targets = {&to.block};
+  if (call.statement.has("multicast::cluster")) {
+    targets.clear();
+    auto& blocks = to.block.cluster->blocks;
+    for (size_t i = 0; i < 16; ++i)
+      if (call.u32(3) >> i & 1) targets.push_back(i < blocks.size() ? blocks[i] : nullptr);
+    if (targets.empty() || targets.back() == nullptr)
+      fail("TMA: multicast to %x of %zu blocks", call.u32(3), blocks.size());
+  }
+  for (Block* target : targets) {
+    check_shared(*target, to.address, map);
+    const MBarrier& its = mbarrier_at(*target, barrier.address);
+    target->races->begin_copy_to(current(), *target, to.address, box_bytes(map), its.actor, its.phase + 1);
+  }
+  for (Block* target : targets) {
+    auto copy = std::make_shared<Copy>();
+    copy->read = [=, shared = to.address, barrier = barrier.address] {
+      for_each_piece(map, shared, box.at, [&](uint32_t place, unsigned char* from, int bytes) {
+        unsigned char* memory = shared_pointer(*target, place, 16);
+        std::memset(memory, 0, 16);
+        if (bytes == 0) return;
         check_global(from, bytes, "a TMA load");
-        std::memcpy(target, from, bytes);
-      }
-    });
-    mbarrier_complete(block, barrier, box_bytes(map));
-  };
-  start(copy);
+        std::memcpy(memory, from, bytes);
+      });
+      mbarrier_complete(*target, barrier, box_bytes(map));
+    };
+    start(copy);
+  }
 }
 
 void put(unsigned char* to, const unsigned char* from, int bytes, bool add, int element_bytes) {
@@ -168,25 +178,31 @@ void store_box(const Call& call) {
 uint32_t bulk_bytes(const Call& call, size_t i, uint64_t global, uint32_t shared) {
   const uint32_t bytes = call.u32(i);
   if (bytes == 0 || bytes % 16 != 0 || global % 16 != 0 || shared % 16 != 0)
-    fail("%s: %u bytes, shared memory at %u, global at %llx: all must be multiples of 16", call.statement.opcode.c_str(),
-         bytes, shared, static_cast<unsigned long long>(global));
+    fail("%s: %u bytes, shared memory at %u, global at %llx: all must be multiples of 16",
+         call.statement.opcode.c_str(), bytes, shared, static_cast<unsigned long long>(global));
   return bytes;
 }
 
-// cp.async.bulk [shared], [global], bytes, [mbarrier]
+// cp.async.bulk [shared], [global or this block's shared], bytes, [mbarrier]
 void load_bytes(const Call& call) {
-  Block& block = *current().block;
-  const uint32_t shared = static_cast<uint32_t>(call.address(0)), barrier = static_cast<uint32_t>(call.address(3));
-  const auto* global = reinterpret_cast<const unsigned char*>(call.address(1));
-  const uint32_t bytes = bulk_bytes(call, 2, call.address(1), shared);
-  const MBarrier& its = mbarrier_at(block, barrier);
-  shared_pointer(block, shared, bytes);
-  block.races->begin_write(current(), block, shared, bytes, its.actor, its.phase + 1);
+  Block& own = *current().block;
+  const Place to = place_of(static_cast<uint32_t>(call.address(0)));
+  const Place barrier = place_of(static_cast<uint32_t>(call.address(3)));
+  if (&to.block != &barrier.block) fail("a bulk copy's mbarrier is in another block than the target");
+  const bool from_shared = !call.statement.has("global");
+  const uint32_t bytes = bulk_bytes(call, 2, call.address(1), to.address);
+  shared_pointer(to.block, to.address, bytes);
+  const MBarrier& its = mbarrier_at(to.block, barrier.address);
+  to.block.races->begin_copy_to(current(), to.block, to.address, bytes, its.actor, its.phase + 1);
+  const auto shared = static_cast<uint32_t>(call.address(1));
+  if (from_shared) own.races->begin_copy_from(current(), shared, bytes, its.actor, its.phase + 1);
+  const auto* const global = reinterpret_cast<const unsigned char*>(call.address(1));
   auto copy = std::make_shared<Copy>();
-  copy->read = [=, &block] {
-    check_global(global, bytes, "a bulk load");
-    std::memcpy(shared_pointer(block, shared, bytes), global, bytes);
-    mbarrier_complete(block, barrier, bytes);
+  copy->read = [=, &own, &target = to.block, place = to.address, barrier = barrier.address] {
+    if (!from_shared) check_global(global, bytes, "a bulk load");
+    std::memcpy(shared_pointer(target, place, bytes),
+                from_shared ? shared_pointer(own, shared, bytes) : global, bytes);
+    mbarrier_complete(target, barrier, bytes);
   };
   start(copy);
 }
@@ -224,9 +240,7 @@ void store_bytes(const Call& call) {
   const bool add = call.statement.has("add");
   auto copy = std::make_shared<Copy>();
   auto data = std::make_shared<std::vector<unsigned char>>(bytes);
-  copy->read = [=, &block] {
-    std::memcpy(data->data(), shared_pointer(block, shared, bytes), bytes);
-  };
+  copy->read = [=, &block] { std::memcpy(data->data(), shared_pointer(block, shared, bytes), bytes); };
   begin_store(thread, *copy, shared, bytes);
   copy->write = [=] { put(global, data->data(), static_cast<int>(bytes), add, 4); };
   thread.bulk.push_back(copy);
@@ -248,7 +262,7 @@ void wait(const Call& call) {
     for (const auto& copy : groups[i].second) {
       read_only ? copy->finish_read() : copy->finish();
       for (const Piece& piece : std::exchange(copy->source, {}))
-        thread.block->races->end_read(*thread.warp, Races::kBulk, piece.address, piece.bytes, groups[i].first);
+        thread.block->races->end_read(thread, Races::kBulk, piece.address, piece.bytes, groups[i].first);
     }
   const auto done = [](const auto& group) {
     return std::all_of(group.second.begin(), group.second.end(),
@@ -263,7 +277,7 @@ Handler find_copies(const std::string& opcode) {
   static const std::map<std::string, Handler> known = {
       {"cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes", load_bytes},
       {"cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes", load_bytes},
-      {"cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes", copy_to_block},
+      {"cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes", load_bytes},
       {"cp.async.bulk.global.shared::cta.bulk_group", store_bytes},
       {"cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32", store_bytes},
       {"cp.async.bulk.commit_group", commit},
@@ -274,7 +288,8 @@ Handler find_copies(const std::string& opcode) {
   if (found != known.end()) return found->second;
   for (int d = 1; d <= 5; ++d) {
     const std::string rank = std::to_string(d) + "d.";
-    if (opcode == "cp.async.bulk.tensor." + rank + "shared::cluster.global.tile.mbarrier::complete_tx::bytes" ||
+    if (opcode ==
+            "cp.async.bulk.tensor." + rank + "shared::cluster.global.tile.mbarrier::complete_tx::bytes" ||
         opcode == "cp.async.bulk.tensor." + rank + "shared::cluster.global.mbarrier::complete_tx::bytes" ||
         opcode == "cp.async.bulk.tensor." + rank +
                       "shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster")

@@ -13,7 +13,7 @@ void load_shared(const Call& call) {
   const int count = static_cast<int>(call.count(0));
   const uint32_t address = static_cast<uint32_t>(call.address(1));
   const unsigned char* from = shared_pointer(*current().block, address, count * 4);
-  current().block->races->read(current(), address, count * 4);
+  current().block->races->read(current(), *current().block, address, count * 4);
   for (int i = 0; i < count; ++i) {
     uint32_t bits;
     std::memcpy(&bits, from + i * 4, 4);
@@ -23,13 +23,13 @@ void load_shared(const Call& call) {
 
 void store_shared(const Call& call) {
   const int count = static_cast<int>(call.count(1));
-  const uint32_t address = static_cast<uint32_t>(call.address(0));
-  unsigned char* to = shared_pointer(*current().block, address, count * 4);
+  const auto [block, address] = place_of(static_cast<uint32_t>(call.address(0)));
+  unsigned char* to = shared_pointer(block, address, count * 4);
   for (int i = 0; i < count; ++i) {
     const uint32_t bits = static_cast<uint32_t>(call.value(call.part(1, i)));
     std::memcpy(to + i * 4, &bits, 4);
   }
-  current().block->races->write(current(), address, count * 4);
+  block.races->write(current(), block, address, count * 4);
 }
 
 // Into another block of the cluster, seen there after barriers; races are not followed.
@@ -65,8 +65,8 @@ void load_acquire(const Call& call) {
   call.set(0, *source);
 }
 
-// cp.async [shared], [global], bytes {, bytes that are read; the rest becomes zeros}: done at once or when the
-// thread waits for its group.
+// cp.async [shared], [global], bytes {, bytes that are read; the rest becomes zeros}: done at once or when
+// the thread waits for its group.
 void cp_async(const Call& call) {
   Thread& thread = current();
   const uint32_t to = static_cast<uint32_t>(call.address(0));
@@ -75,13 +75,15 @@ void cp_async(const Call& call) {
   unsigned char* target = shared_pointer(*thread.block, to, bytes);
   if (read > bytes) fail("cp.async reads more than it writes");
   if (read > 0) check_global(from, read, "cp.async");
-  if (reinterpret_cast<uintptr_t>(from) % bytes != 0) fail("cp.async from %p: not aligned to %u bytes", from, bytes);
+  if (reinterpret_cast<uintptr_t>(from) % bytes != 0)
+    fail("cp.async from %p: not aligned to %u bytes", from, bytes);
   thread.block->races->begin_cp_async(thread, to, bytes);
   std::function<void()> work = [=] {
     std::memset(target, 0, bytes);
     std::memcpy(target, from, read);
   };
-  if (options.policy == Policy::kEarly || (options.policy == Policy::kRandom && chance(2))) std::exchange(work, {})();
+  if (options.policy == Policy::kEarly || (options.policy == Policy::kRandom && chance(2)))
+    std::exchange(work, {})();
   thread.cp_async.push_back({{to, bytes}, std::move(work)});
 }
 
@@ -100,16 +102,19 @@ void cp_async_wait(const Call& call) {
     }
 }
 
-// ldmatrix, stmatrix (PTX ISA, "Matrix load/store"): lane 8 i + r names row r of matrix i; lane l holds of row
-// l / 4 the elements 2 (l % 4) and the next. .trans exchanges rows and columns of the registers' side.
+// ldmatrix, stmatrix (PTX ISA, "Matrix load/store"): lane 8 i + r names row r of matrix i; lane l holds of
+// row l / 4 the elements 2 (l % 4) and the next. .trans exchanges rows and columns of the registers' side.
 void move_matrices(const Call& call) {
   const bool store = call.statement.opcode[0] == 's';
   const size_t list = store ? 1 : 0, address = store ? 0 : 1;
   const bool trans = call.statement.has("trans");
   const int count = call.statement.has("x4") ? 4 : call.statement.has("x2") ? 2 : 1;
-  if (static_cast<int>(call.count(list)) != count) fail("%s: wrong number of registers", call.statement.opcode.c_str());
+  if (static_cast<int>(call.count(list)) != count)
+    fail("%s: wrong number of registers", call.statement.opcode.c_str());
   together(&call.statement, call.statement.text.c_str(), const_cast<Call*>(&call), [&](Warp& warp) {
-    const auto lane_call = [&](int lane) -> const Call& { return *static_cast<const Call*>(warp.arguments[lane]); };
+    const auto lane_call = [&](int lane) -> const Call& {
+      return *static_cast<const Call*>(warp.arguments[lane]);
+    };
     for (int i = 0; i < count; ++i) {
       uint16_t matrix[8][8];
       const auto element = [&](int lane, int e) -> uint16_t& {
@@ -118,16 +123,17 @@ void move_matrices(const Call& call) {
       if (store)
         for (int lane = 0; lane < 32; ++lane) {
           const uint32_t bits = static_cast<uint32_t>(lane_call(lane).value(lane_call(lane).part(list, i)));
-          element(lane, 0) = static_cast<uint16_t>(bits), element(lane, 1) = static_cast<uint16_t>(bits >> 16);
+          element(lane, 0) = static_cast<uint16_t>(bits),
+                        element(lane, 1) = static_cast<uint16_t>(bits >> 16);
         }
       for (int row = 0; row < 8; ++row) {
         const uint32_t at = static_cast<uint32_t>(lane_call(i * 8 + row).address(address));
         unsigned char* memory = shared_pointer(*warp.block, at, 16);
         if (store) {
           std::memcpy(memory, matrix[row], 16);
-          warp.block->races->write(warp.threads[i * 8 + row], at, 16);
+          warp.block->races->write(warp.threads[i * 8 + row], *warp.block, at, 16);
         } else {
-          warp.block->races->read(warp.threads[i * 8 + row], at, 16);
+          warp.block->races->read(warp.threads[i * 8 + row], *warp.block, at, 16);
           std::memcpy(matrix[row], memory, 16);
         }
       }
@@ -151,6 +157,9 @@ Handler find_shared_memory(const std::string& opcode) {
       {"ld.shared.v4.f32", load_shared},
       {"ld.shared.v4.b32", load_shared},
       {"st.shared.b32", store_shared},
+      {"st.shared::cluster.b32", store_shared},
+      {"st.shared::cluster.v4.b32", store_shared},
+      {"st.shared::cluster.v4.f32", store_shared},
       {"st.shared.f32", store_shared},
       {"st.shared.u32", store_shared},
       {"st.shared.v2.f32", store_shared},

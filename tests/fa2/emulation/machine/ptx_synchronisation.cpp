@@ -1,5 +1,7 @@
-// mbarrier, barrier, elect, fences, and the instructions that only tune (setmaxnreg, griddepcontrol, prefetch).
+// mbarrier, barrier, elect, fences, griddepcontrol, and the instructions that only tune (setmaxnreg,
+// prefetch).
 #include <map>
+#include <stdexcept>
 
 #include "machine.h"
 #include "ptx.h"
@@ -16,15 +18,15 @@ void init(const Call& call) {
 }
 
 void arrive(const Call& call) {
-  uint32_t address = static_cast<uint32_t>(call.address(1));
-  Block& its = block_at(address);
-  mbarrier_arrive(its, address, 0);
+  const Place place = place_of(static_cast<uint32_t>(call.address(1)));
+  mbarrier_arrive(place.block, place.address, 0);
 }
 
 void arrive_expect(const Call& call) {
   const uint32_t bytes = call.u32(2);
   if (bytes >= 1u << 20) fail("mbarrier.arrive.expect_tx: %u bytes, the limit is 2^20 - 1", bytes);
-  mbarrier_arrive(block(), static_cast<uint32_t>(call.address(1)), bytes);
+  const Place place = place_of(static_cast<uint32_t>(call.address(1)));
+  mbarrier_arrive(place.block, place.address, bytes);
 }
 
 void expect(const Call& call) {
@@ -38,12 +40,24 @@ void try_wait(const Call& call) {
 }
 
 void barrier_sync(const Call& call) {
-  barrier(static_cast<int>(call.u32(0)), call.statement.arguments.size() > 1 ? static_cast<int>(call.u32(1)) : -1,
-          true);
+  barrier(static_cast<int>(call.u32(0)),
+          call.statement.arguments.size() > 1 ? static_cast<int>(call.u32(1)) : -1, true);
 }
 
 void barrier_arrive(const Call& call) {
   barrier(static_cast<int>(call.u32(0)), static_cast<int>(call.u32(1)), false);
+}
+
+void map_address(const Call& call) {
+  call.set(0, cluster_address(call.u32(1), call.u32(2)));
+}
+
+void arrive_in_cluster(const Call&) {
+  cluster_arrive();
+}
+
+void wait_in_cluster(const Call&) {
+  cluster_wait();
 }
 
 // Which lane is not said, only that it is always the same: here the seed chooses it.
@@ -61,23 +75,16 @@ void fence_async(const Call&) {
   thread.async_fences.push_back(thread.block->races->now(thread.warp->actor));
 }
 
-void arrive_at_cluster(const Call&) {
-  cluster_arrive();
-}
-
-void wait_for_cluster(const Call&) {
-  cluster_wait();
-}
-
-// mapa: the same place in another block.
-void map_address(const Call& call) {
-  const uint32_t rank = call.u32(2);
-  if (rank >= block().cluster->blocks.size()) fail("mapa: block %u of a cluster of %zu", rank, block().cluster->blocks.size());
-  call.set(0, static_cast<uint32_t>(call.u32(1) | (rank + 1) << kRankShift));
-}
-
 void aligned_nothing(const Call& call) {
   together(&call.statement, call.statement.text.c_str(), nullptr, [](Warp&) {});
+}
+
+void wait_for_previous(const Call&) {
+  try {
+    wait_for_previous_launch();
+  } catch (const std::exception& error) {
+    fail("%s", error.what());
+  }
 }
 
 void nothing(const Call&) {}
@@ -91,11 +98,17 @@ Handler find_synchronisation(const std::string& opcode) {
       {"mbarrier.arrive.release.cluster.shared::cluster.b64", arrive},
       {"mbarrier.arrive.expect_tx.shared::cta.b64", arrive_expect},
       {"mbarrier.expect_tx.relaxed.cta.shared::cta.b64", expect},
+      {"mbarrier.arrive.release.cluster.shared::cluster.b64", arrive},
+      {"mbarrier.arrive.expect_tx.release.cluster.shared::cluster.b64", arrive_expect},
       {"mbarrier.try_wait.parity.shared::cta.b64", try_wait},
       {"mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64", try_wait},
-      {"barrier.cluster.arrive.release", arrive_at_cluster},
-      {"barrier.cluster.wait.acquire", wait_for_cluster},
+      {"barrier.cluster.arrive.release", arrive_in_cluster},
+      {"barrier.cluster.arrive.release.aligned", arrive_in_cluster},
+      {"barrier.cluster.wait.acquire", wait_in_cluster},
+      {"barrier.cluster.wait.acquire.aligned", wait_in_cluster},
       {"mapa.shared::cluster.u32", map_address},
+      {"bar.sync", barrier_sync},
+      {"bar.arrive", barrier_arrive},
       {"barrier.cta.sync", barrier_sync},
       {"barrier.cta.arrive", barrier_arrive},
       {"elect.sync", elect},
@@ -107,7 +120,7 @@ Handler find_synchronisation(const std::string& opcode) {
       {"fence.acq_rel.cta", nothing},
       {"setmaxnreg.inc.sync.aligned.u32", aligned_nothing},
       {"setmaxnreg.dec.sync.aligned.u32", aligned_nothing},
-      {"griddepcontrol.wait", nothing},
+      {"griddepcontrol.wait", wait_for_previous},
       {"griddepcontrol.launch_dependents", nothing},
       {"prefetch.tensormap", nothing},
   };

@@ -1,6 +1,6 @@
-// wgmma (PTX ISA, "Asynchronous warpgroup-level matrix instructions"), by warps: warp w % 4 makes rows 16 w to
-// 16 w + 15 of the 64. An instruction is remembered with the addresses of its registers and carried out later;
-// until then the accumulators hold NaN, where it does not add to them.
+// wgmma (PTX ISA, "Asynchronous warpgroup-level matrix instructions"), by warps: warp w % 4 makes rows 16 w
+// to 16 w + 15 of the 64. An instruction is remembered with the addresses of its registers and carried out
+// later; until then the accumulators hold NaN, where it does not add to them.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -20,16 +20,17 @@ struct Wgmma {
   uint32_t issued = 0;
 
   bool same_as(const Wgmma& other) const {
-    return n == other.n && half == other.half && accumulate == other.accumulate && a_matrix == other.a_matrix &&
-           a_in_registers == other.a_in_registers && transposed_a == other.transposed_a &&
-           transposed_b == other.transposed_b && b_matrix == other.b_matrix && group == other.group;
+    return n == other.n && half == other.half && accumulate == other.accumulate &&
+           a_matrix == other.a_matrix && a_in_registers == other.a_in_registers &&
+           transposed_a == other.transposed_a && transposed_b == other.transposed_b &&
+           b_matrix == other.b_matrix && group == other.group;
   }
 };
 
 namespace {
 
-// Matrix descriptor (PTX ISA, "Matrix descriptor format") of an operand with `outer` rows (M or N) and 16 of K.
-// The address of an element is linear in pieces; the swizzle then exchanges bits of it.
+// Matrix descriptor (PTX ISA, "Matrix descriptor format") of an operand with `outer` rows (M or N) and 16 of
+// K. The address of an element is linear in pieces; the swizzle then exchanges bits of it.
 struct SharedMatrix {
   uint32_t start, leading, stride;
   int swizzle_bytes;  // 16: none
@@ -41,8 +42,10 @@ struct SharedMatrix {
     stride = static_cast<uint32_t>(descriptor >> 32 & 0x3fff) * 16;
     constexpr int kBytes[4] = {16, 128, 64, 32};
     swizzle_bytes = kBytes[descriptor >> 62];
-    if (descriptor >> 49 & 7) fail("wgmma: base offset %d, emulated is 0", static_cast<int>(descriptor >> 49 & 7));
-    if (!transposed && swizzle_bytes > 16 && start % swizzle_bytes + 32 > static_cast<unsigned>(swizzle_bytes))
+    if (descriptor >> 49 & 7)
+      fail("wgmma: base offset %d, emulated is 0", static_cast<int>(descriptor >> 49 & 7));
+    if (!transposed && swizzle_bytes > 16 &&
+        start % swizzle_bytes + 32 > static_cast<unsigned>(swizzle_bytes))
       fail("wgmma: 16 elements of K from address %u cross a row of %d bytes", start, swizzle_bytes);
   }
 
@@ -63,8 +66,8 @@ struct SharedMatrix {
   }
 };
 
-// visit(address, i, k) for the 16 bytes of each eight elements of [first, first + count) and all of K: they lie
-// together along K, or along outer.
+// visit(address, i, k) for the 16 bytes of each eight elements of [first, first + count) and all of K: they
+// lie together along K, or along outer.
 template <class Visit>
 void for_each_piece(const SharedMatrix& matrix, int first, int count, const Visit& visit) {
   for (int i = 0; i < count; i += matrix.transposed ? 8 : 1)
@@ -73,7 +76,8 @@ void for_each_piece(const SharedMatrix& matrix, int first, int count, const Visi
 
 // Elements [first, first + count) of `outer`, all 16 of K, as out[k][outer].
 template <int kWidth>
-void read_matrix(Block& block, const SharedMatrix& matrix, bool half, int first, int count, float (*out)[kWidth]) {
+void read_matrix(Block& block, const SharedMatrix& matrix, bool half, int first, int count,
+                 float (*out)[kWidth]) {
   for_each_piece(matrix, first, count, [&](uint32_t address, int i, int k) {
     uint16_t bits[8];
     std::memcpy(bits, shared_pointer(block, address, 16), 16);
@@ -115,7 +119,8 @@ T* registers(const Call& call, size_t list, size_t count) {
   if (call.count(list) != count) fail("wgmma: %zu registers, should be %zu", call.count(list), count);
   T* const first = static_cast<T*>(call.variable(call.part(list, 0)));
   for (size_t i = 1; i < count && current().lane == 0; ++i)
-    if (call.variable(call.part(list, i)) != first + i) fail("wgmma: the registers are not one array, in order");
+    if (call.variable(call.part(list, i)) != first + i)
+      fail("wgmma: the registers are not one array, in order");
   return first;
 }
 
@@ -161,8 +166,7 @@ void issue(const Call& call) {
   if (!its.same_as(wgmma)) fail("wgmma: the lanes of the warp issue different instructions");
   its.d[thread.lane] = registers<float>(call, 0, its.n / 2);
   if (its.a_in_registers) its.a[thread.lane] = registers<uint32_t>(call, 1, 4);
-  if (!its.accumulate)
-    std::fill_n(its.d[thread.lane], its.n / 2, std::numeric_limits<float>::quiet_NaN());
+  if (!its.accumulate) std::fill_n(its.d[thread.lane], its.n / 2, std::numeric_limits<float>::quiet_NaN());
   its.issued |= 1u << thread.lane;
   if (its.issued != kFullWarp) return;
   note_reads(thread, its);
@@ -185,11 +189,12 @@ void wait(const Call& call) {
   const uint64_t pending = call.value(0);
   thread.wgmma_fenced = false;
   together(&call.statement, "wgmma.wait_group", nullptr, [&](Warp& warp) {
-    while (!warp.wgmmas.empty() && warp.wgmmas.front()->group + pending < thread.wgmma_groups) execute_wgmma(warp);
+    while (!warp.wgmmas.empty() && warp.wgmmas.front()->group + pending < thread.wgmma_groups)
+      execute_wgmma(warp);
     auto& reads = warp.wgmma_reads;
     for (; !reads.empty() && reads.front().first + pending < thread.wgmma_groups; reads.pop_front())
       for (const Piece& piece : reads.front().second)
-        warp.block->races->end_read(warp, Races::kWgmma, piece.address, piece.bytes, reads.front().first);
+        warp.block->races->end_read(thread, Races::kWgmma, piece.address, piece.bytes, reads.front().first);
   });
 }
 
@@ -212,8 +217,8 @@ void execute_wgmma(Warp& warp) {
           a_rows[lane % 4 * 2 + i / 2 * 8 + e][lane / 4 + i % 2 * 8] =
               from_16(static_cast<uint16_t>(wgmma->a[lane][i] >> 16 * e), wgmma->half);
   } else {
-    read_matrix(block, SharedMatrix(wgmma->a_matrix, wgmma->transposed_a), wgmma->half, warp.index % 4 * 16, 16,
-                a_rows);
+    read_matrix(block, SharedMatrix(wgmma->a_matrix, wgmma->transposed_a), wgmma->half, warp.index % 4 * 16,
+                16, a_rows);
   }
   read_matrix(block, SharedMatrix(wgmma->b_matrix, wgmma->transposed_b), wgmma->half, 0, n, b_rows);
   for (int i = 0; i < 16; ++i) {

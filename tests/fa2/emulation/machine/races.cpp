@@ -9,13 +9,15 @@ namespace fa2::emulation {
 constexpr int kOrdinary = 2;
 constexpr int kMostBarriers = 96;
 
-Races::Races(int warps, uint32_t shared_bytes)
-    : warps_(warps),
-      actors_(warps),
-      clocks_(warps, Clock(warps + kMostBarriers)),
-      granules_(shared_bytes / 16 + 1),
-      reads_(granules_.size() * warps * 3) {
-  for (int i = 0; i < warps; ++i) clocks_[i][i] = 1;
+Races::Races(int blocks, int warps_each, uint32_t shared_bytes)
+    : warps_each_(warps_each),
+      warps_(blocks * warps_each),
+      actors_(warps_),
+      granules_each_(shared_bytes / 16 + 1),
+      clocks_(warps_, Clock(warps_ + kMostBarriers)),
+      granules_(granules_each_ * blocks),
+      reads_(granules_.size() * warps_ * 3) {
+  for (int i = 0; i < warps_; ++i) clocks_[i][i] = 1;
 }
 
 int Races::add_actor() {
@@ -36,82 +38,99 @@ void Races::acquire(int warp, const Clock& clock) {
 template <class Visit>
 void Races::each(const Block& block, uint32_t address, uint32_t bytes, const Visit& visit) {
   const uint32_t first = (address - kSharedBase) / 16, last = (address - kSharedBase + bytes - 1) / 16;
-  for (uint32_t i = first; i <= last; ++i)
-    visit(granules_[block.place / 16 + i], block.place / 16 + i, kSharedBase + i * 16);
+  const size_t base = block.rank * granules_each_;
+  for (uint32_t i = first; i <= last; ++i) visit(granules_[base + i], base + i, kSharedBase + i * 16);
 }
 
-void Races::check_written(const Thread& thread, const Granule& granule, uint32_t address, const char* what) const {
+std::string Races::name(int warp) const {
+  std::string text = "warp " + std::to_string(warp % warps_each_);
+  return warps_ > warps_each_ ? text + " of the cluster's block " + std::to_string(warp / warps_each_) : text;
+}
+
+void Races::check_written(const Thread& thread, const Granule& granule, uint32_t address,
+                          const char* what) const {
   const int warp = thread.warp->actor;
   if (granule.writer < 0 || granule.writer == warp || knows(warp, granule.writer, granule.written)) return;
   if (granule.writer < warps_)
-    fail("race: %s shared memory at %u, which warp %d writes, with no order between them", what, address,
-         granule.writer);
+    fail("race: %s shared memory at %u, which %s writes, with no order between them", what, address,
+         name(granule.writer).c_str());
   fail("race: %s shared memory at %u, into which a copy goes, with no wait for it", what, address);
 }
 
-void Races::check_read(const Thread& thread, const Granule& granule, size_t i_granule, uint32_t address,
-                       const char* what) const {
+void Races::check_read(const Thread& thread, size_t granule, uint32_t address, const char* what) const {
   const int warp = thread.warp->actor;
-  if (granule.copy_reader >= 0 && !knows(warp, granule.copy_reader, granule.copy_read))
-    fail("race: %s shared memory at %u, which a copy to another block reads, with no order between them", what,
-         address);
-  const uint32_t* times = &reads_[i_granule * warps_ * 3];
+  const uint32_t* times = &reads_[granule * warps_ * 3];
   for (int i = 0; i < warps_ * 3; ++i) {
     // A warp's own ordinary reads come before its next access.
     if (times[i] <= clocks_[warp][i / 3] || i == warp * 3 + kOrdinary) continue;
-    fail("race: %s shared memory at %u, which %s of warp %d reads, with no order between them", what, address,
-         i % 3 == kWgmma ? "a wgmma" : i % 3 == kBulk ? "a bulk store" : "a load", i / 3);
+    fail("race: %s shared memory at %u, which %s of %s reads, with no order between them", what, address,
+         i % 3 == kWgmma  ? "a wgmma"
+         : i % 3 == kBulk ? "a bulk store"
+                          : "a load",
+         name(i / 3).c_str());
   }
+  const Granule& its = granules_[granule];
+  if (its.copier >= 0 && !knows(warp, its.copier, its.copied))
+    fail("race: %s shared memory at %u, from which a copy goes, with no wait for it", what, address);
 }
 
-void Races::read(const Thread& thread, uint32_t address, uint32_t bytes) {
-  each(*thread.block, address, bytes, [&](Granule& granule, uint32_t i, uint32_t at) {
+// The writer fences, and then comes the barrier: the fence is known to the reader.
+void Races::check_fenced(const Thread& thread, const Granule& granule, uint32_t address,
+                         const char* what) const {
+  const Thread* const writer = granule.generic_writer;
+  if (writer == nullptr) return;
+  const int warp = writer->warp->actor;
+  if (writer->async_fences.size() <= granule.fences ||
+      (warp != thread.warp->actor && !knows(thread.warp->actor, warp, writer->async_fences[granule.fences])))
+    fail("%s shared memory at %u that %s, lane %d wrote, with no fence.proxy.async by it in between", what,
+         address, name(warp).c_str(), writer->lane);
+}
+
+void Races::read(const Thread& thread, const Block& block, uint32_t address, uint32_t bytes) {
+  each(block, address, bytes, [&](Granule& granule, size_t i, uint32_t at) {
     check_written(thread, granule, at, "a load from");
     read_time(i, thread.warp->actor, kOrdinary) = now(thread.warp->actor);
   });
 }
 
-void Races::write(const Thread& thread, uint32_t address, uint32_t bytes) {
-  each(*thread.block, address, bytes, [&](Granule& granule, uint32_t i, uint32_t at) {
+void Races::write(const Thread& thread, const Block& block, uint32_t address, uint32_t bytes) {
+  each(block, address, bytes, [&](Granule& granule, size_t i, uint32_t at) {
     check_written(thread, granule, at, "a store to");
-    check_read(thread, granule, i, at, "a store to");
-    granule = {thread.warp->actor, now(thread.warp->actor), &thread, static_cast<uint32_t>(thread.async_fences.size())};
+    check_read(thread, i, at, "a store to");
+    granule = {thread.warp->actor, now(thread.warp->actor), &thread,
+               static_cast<uint32_t>(thread.async_fences.size())};
   });
 }
 
-// Generic writes that the async proxy reads: the writer fences, and then the barrier, so the fence is known to the
-// reader.
-void Races::check_async_source(const Thread& thread, const Granule& granule, uint32_t address,
-                               const char* what) const {
-  const Thread* const writer = granule.generic_writer;
-  if (writer == nullptr) return;
-  const int warp = thread.warp->actor;
-  if (writer->async_fences.size() <= granule.fences ||
-      (writer->warp->actor != warp && !knows(warp, writer->warp->actor, writer->async_fences[granule.fences])))
-    fail("%s shared memory at %u that warp %d, lane %d wrote, with no fence.proxy.async by it in between", what,
-         address, writer->warp->actor, writer->lane);
-}
-
-void Races::begin_read(const Thread& thread, Engine engine, uint32_t address, uint32_t bytes, uint64_t group) {
-  const int warp = thread.warp->actor;
+void Races::begin_read(const Thread& thread, Engine engine, uint32_t address, uint32_t bytes,
+                       uint64_t group) {
   const char* const what = engine == kWgmma ? "a wgmma reads" : "a bulk store reads";
-  each(*thread.block, address, bytes, [&](Granule& granule, uint32_t i, uint32_t at) {
+  each(*thread.block, address, bytes, [&](Granule& granule, size_t i, uint32_t at) {
     check_written(thread, granule, at, what);
-    check_async_source(thread, granule, at, what);
-    read_time(i, warp, engine) = kPending | static_cast<uint32_t>(group);
+    check_fenced(thread, granule, at, what);
+    read_time(i, thread.warp->actor, engine) = kPending | static_cast<uint32_t>(group);
   });
 }
 
-void Races::end_read(const Warp& warp, Engine engine, uint32_t address, uint32_t bytes, uint64_t group) {
-  each(*warp.block, address, bytes, [&](Granule&, uint32_t i, uint32_t) {
-    uint32_t& time = read_time(i, warp.actor, engine);
-    if (time == (kPending | static_cast<uint32_t>(group))) time = now(warp.actor);
+void Races::end_read(const Thread& thread, Engine engine, uint32_t address, uint32_t bytes, uint64_t group) {
+  each(*thread.block, address, bytes, [&](Granule&, size_t i, uint32_t) {
+    uint32_t& time = read_time(i, thread.warp->actor, engine);
+    if (time == (kPending | static_cast<uint32_t>(group))) time = now(thread.warp->actor);
   });
 }
 
-void Races::begin_write(const Thread& thread, const Block& target, uint32_t address, uint32_t bytes, int actor,
-                        uint32_t time) {
-  each(target, address, bytes, [&](Granule& granule, uint32_t i, uint32_t at) {
+void Races::begin_copy_from(const Thread& thread, uint32_t address, uint32_t bytes, int actor,
+                            uint32_t time) {
+  each(*thread.block, address, bytes, [&](Granule& granule, size_t, uint32_t at) {
+    check_written(thread, granule, at, "a copy reads");
+    check_fenced(thread, granule, at, "a copy reads");
+    granule.copier = actor, granule.copied = time;
+  });
+}
+
+void Races::begin_copy_to(const Thread& thread, const Block& block, uint32_t address, uint32_t bytes,
+                          int actor, uint32_t time) {
+  each(block, address, bytes, [&](Granule& granule, size_t i, uint32_t at) {
     check_written(thread, granule, at, "a copy to");
     check_read(thread, granule, i, at, "a copy to");
     granule = {actor, time};
@@ -128,13 +147,15 @@ void Races::begin_copy_read(const Thread& thread, uint32_t address, uint32_t byt
 }
 
 void Races::begin_cp_async(const Thread& thread, uint32_t address, uint32_t bytes) {
-  write(thread, address, bytes);
-  each(*thread.block, address, bytes, [&](Granule& granule, uint32_t, uint32_t) { granule.written = kPending; });
+  write(thread, *thread.block, address, bytes);
+  each(*thread.block, address, bytes,
+       [&](Granule& granule, size_t, uint32_t) { granule.written = kPending; });
 }
 
 void Races::end_cp_async(const Thread& thread, uint32_t address, uint32_t bytes) {
-  each(*thread.block, address, bytes, [&](Granule& granule, uint32_t, uint32_t) {
-    if (granule.written == kPending && granule.writer == thread.warp->actor) granule.written = now(thread.warp->actor);
+  each(*thread.block, address, bytes, [&](Granule& granule, size_t, uint32_t) {
+    if (granule.written == kPending && granule.writer == thread.warp->actor)
+      granule.written = now(thread.warp->actor);
   });
 }
 

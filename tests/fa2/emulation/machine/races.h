@@ -1,12 +1,15 @@
-// Order between accesses to the shared memory of a cluster's blocks (happens-before, by vector clocks): an access that conflicts
-// with an earlier one must come after it by a chain of barriers, whatever the order in which they ran here.
+// Order between accesses to the shared memory of a cluster's blocks (happens-before, by vector clocks): an
+// access that conflicts with an earlier one must come after it by a chain of barriers, whatever the order in
+// which they ran here.
 //
-// Actors are the warps, whose clocks tick when they arrive at a barrier, and the mbarriers, which stand for the
-// copies that complete on them. An asynchronous read (wgmma, a store by TMA) lasts until its warp has waited for
-// it, and nobody may write there before. What kernels do through plain pointers is not seen.
+// Actors are the cluster's warps, whose clocks tick when they arrive at a barrier, and the mbarriers, which
+// stand for the copies that complete on them. An asynchronous read (wgmma, a store by TMA) lasts until its
+// warp has waited for it, and nobody may write there before. What kernels do through plain pointers is not
+// seen.
 #pragma once
 #include <cstddef>
 #include <cstdint>
+#include <string>
 #include <vector>
 
 namespace fa2::emulation {
@@ -22,9 +25,9 @@ class Races {
   // Asynchronous readers of a warp that are waited for apart from each other.
   enum Engine { kWgmma = 0, kBulk = 1 };
 
-  Races(int warps, uint32_t shared_bytes);
+  Races(int blocks, int warps_each, uint32_t shared_bytes);
 
-  int add_actor();  // an mbarrier
+  int add_actor();  // an mbarrier; warps have the numbers before
   uint32_t now(int warp) const { return clocks_[warp][warp]; }
   bool knows(int warp, int actor, uint32_t time) const { return clocks_[warp][actor] >= time; }
 
@@ -33,15 +36,16 @@ class Races {
   void acquire(int warp, const Clock& clock);
 
   // Ordinary accesses by the thread.
-  void read(const Thread& thread, uint32_t address, uint32_t bytes);
-  void write(const Thread& thread, uint32_t address, uint32_t bytes);
+  void read(const Thread& thread, const Block& block, uint32_t address, uint32_t bytes);
+  void write(const Thread& thread, const Block& block, uint32_t address, uint32_t bytes);
 
   // Asynchronous accesses, from the instruction on. Reads by the async proxy also need fence.proxy.async.
   void begin_read(const Thread& thread, Engine engine, uint32_t address, uint32_t bytes, uint64_t group);
-  void end_read(const Warp& warp, Engine engine, uint32_t address, uint32_t bytes, uint64_t group);
-  void begin_write(const Thread& thread, const Block& target, uint32_t address, uint32_t bytes, int actor, uint32_t time);
-  // A copy from shared memory that is known to have read it when it completes at an mbarrier.
-  void begin_copy_read(const Thread& thread, uint32_t address, uint32_t bytes, int actor, uint32_t time);
+  void end_read(const Thread& thread, Engine engine, uint32_t address, uint32_t bytes, uint64_t group);
+  // By a copy that completes on an mbarrier, in its phase `time`.
+  void begin_copy_from(const Thread& thread, uint32_t address, uint32_t bytes, int actor, uint32_t time);
+  void begin_copy_to(const Thread& thread, const Block& block, uint32_t address, uint32_t bytes, int actor,
+                     uint32_t time);
   // cp.async: known to others once the thread has waited for it and arrived somewhere.
   void begin_cp_async(const Thread& thread, uint32_t address, uint32_t bytes);
   void end_cp_async(const Thread& thread, uint32_t address, uint32_t bytes);
@@ -49,23 +53,27 @@ class Races {
  private:
   static constexpr uint32_t kPending = 0x80000000;  // later than all that anyone can know
 
-  struct Granule {  // 16 bytes
+  struct Granule {    // 16 bytes
     int writer = -1;  // actor
     uint32_t written = 0;
     const Thread* generic_writer = nullptr;  // through the generic proxy
     uint32_t fences = 0;                     // that this thread had executed before
-    int copy_reader = -1;                    // actor
-    uint32_t copy_read = 0;
+    int copier = -1;                         // reads it, until this actor's time `copied`
+    uint32_t copied = 0;
   };
 
   template <class Visit>
   void each(const Block& block, uint32_t address, uint32_t bytes, const Visit& visit);
+  std::string name(int warp) const;
+  void check_fenced(const Thread& thread, const Granule& granule, uint32_t address, const char* what) const;
   void check_written(const Thread& thread, const Granule& granule, uint32_t address, const char* what) const;
-  void check_async_source(const Thread& thread, const Granule& granule, uint32_t address, const char* what) const;
-  void check_read(const Thread& thread, const Granule& granule, size_t i, uint32_t address, const char* what) const;
-  uint32_t& read_time(size_t granule, int warp, int engine) { return reads_[(granule * warps_ + warp) * 3 + engine]; }
+  void check_read(const Thread& thread, size_t granule, uint32_t address, const char* what) const;
+  uint32_t& read_time(size_t granule, int warp, int engine) {
+    return reads_[(granule * warps_ + warp) * 3 + engine];
+  }
 
-  int warps_, actors_;
+  int warps_each_, warps_, actors_;
+  size_t granules_each_;
   std::vector<Clock> clocks_;  // by warp
   std::vector<Granule> granules_;
   std::vector<uint32_t> reads_;  // by granule, warp, and engine (kWgmma, kBulk, ordinary)

@@ -1,6 +1,8 @@
 // The CUDA runtime and driver functions that the launches call, and what the prelude's device functions do.
 #include <cuda.h>
 #include <cuda_runtime_api.h>
+#include <cxxabi.h>
+#include <dlfcn.h>
 
 #include <cstring>
 #include <stdexcept>
@@ -16,26 +18,50 @@ namespace fa2::emulation {
 namespace {
 std::string last_error;
 std::unordered_map<const void*, int> shared_allowed;  // beyond 48 KB, by kernel
+
+std::string name_of(const void* function) {
+  Dl_info info;
+  if (dladdr(function, &info) == 0 || info.dli_sname == nullptr) return "kernel";
+  int status;
+  const std::unique_ptr<char, void (*)(void*)> name(
+      abi::__cxa_demangle(info.dli_sname, nullptr, nullptr, &status), std::free);
+  const std::string text = name ? name.get() : info.dli_sname;
+  return text.substr(0, text.rfind('('));
+}
 }  // namespace
 
 void seed_generator();
 
-cudaError_t launch_grid(const void* function, const std::function<void()>& kernel, const char* name, dim3 grid,
-                        dim3 block, size_t shared, unsigned cluster) {
-  const auto allowed = shared_allowed.find(function);
-  if (grid.x == 0 || block.x == 0 || block.x > 1024 || grid.y * grid.z * block.y * block.z != 1 ||
-      cluster < 1 || cluster > 8 || grid.x % cluster != 0 ||
-      shared > (allowed == shared_allowed.end() ? 48u * 1024 : static_cast<size_t>(allowed->second))) {
-    last_error = std::string(name) + ": grid, block or shared memory is not possible";
-    return cudaErrorInvalidConfiguration;
-  }
+namespace {
+template <class Work>
+cudaError_t synchronise(const Work& work) {
   try {
-    run_grid(kernel, name, grid, block, shared, cluster);
+    work();
   } catch (const std::exception& error) {
     last_error = error.what();
     return cudaErrorLaunchFailure;
   }
   return cudaSuccess;
+}
+}  // namespace
+
+cudaError_t launch_grid(const void* function, std::function<void()> kernel, const launch& how) {
+  const auto allowed = shared_allowed.find(function);
+  const dim3 grid = how.grid, block = how.block;
+  if (grid.x == 0 || how.cluster == 0 || how.cluster > 8 || grid.x % how.cluster != 0 || block.x == 0 ||
+      block.x > 1024 || grid.y * grid.z * block.y * block.z != 1 ||
+      how.shared > (allowed == shared_allowed.end() ? 48u * 1024 : static_cast<size_t>(allowed->second))) {
+    last_error = name_of(function) + ": grid, block or shared memory is not possible";
+    return cudaErrorInvalidConfiguration;
+  }
+  const auto run = [=, kernel = std::move(kernel)] {
+    try {
+      run_grid(kernel, grid, block, how.shared, how.cluster);
+    } catch (const std::exception& error) {
+      throw std::runtime_error(name_of(function) + ": " + error.what());
+    }
+  };
+  return synchronise([&] { launch_in_order(run, how.early); });
 }
 
 // One lane's part in a shuffle.
@@ -78,7 +104,8 @@ uint32_t shuffle(uint32_t mask, uint32_t value, int argument, Shuffle kind) {
 uint64_t to_shared(const void* pointer) {
   const Block& block = *current().block;
   const auto* byte = static_cast<const unsigned char*>(pointer);
-  if (byte < block.shared || byte >= block.shared + block.shared_bytes) fail("a pointer outside of shared memory");
+  if (byte < block.shared || byte >= block.shared + block.shared_bytes)
+    fail("a pointer outside of shared memory");
   return kSharedBase + static_cast<uint64_t>(byte - block.shared);
 }
 
@@ -116,18 +143,34 @@ CUresult encode_tiled(CUtensorMap* map, CUtensorMapDataType type, cuuint32_t ran
   switch (type) {
     case CU_TENSOR_MAP_DATA_TYPE_UINT16:
     case CU_TENSOR_MAP_DATA_TYPE_FLOAT16:
-    case CU_TENSOR_MAP_DATA_TYPE_BFLOAT16: result.element_bytes = 2; break;
-    case CU_TENSOR_MAP_DATA_TYPE_FLOAT32: result.is_float = 1; [[fallthrough]];
+    case CU_TENSOR_MAP_DATA_TYPE_BFLOAT16:
+      result.element_bytes = 2;
+      break;
+    case CU_TENSOR_MAP_DATA_TYPE_FLOAT32:
+      result.is_float = 1;
+      [[fallthrough]];
     case CU_TENSOR_MAP_DATA_TYPE_INT32:
-    case CU_TENSOR_MAP_DATA_TYPE_UINT32: result.element_bytes = 4; break;
-    default: return CUDA_ERROR_NOT_SUPPORTED;
+    case CU_TENSOR_MAP_DATA_TYPE_UINT32:
+      result.element_bytes = 4;
+      break;
+    default:
+      return CUDA_ERROR_NOT_SUPPORTED;
   }
   switch (swizzle) {
-    case CU_TENSOR_MAP_SWIZZLE_NONE: result.swizzle_bytes = 16; break;
-    case CU_TENSOR_MAP_SWIZZLE_32B: result.swizzle_bytes = 32; break;
-    case CU_TENSOR_MAP_SWIZZLE_64B: result.swizzle_bytes = 64; break;
-    case CU_TENSOR_MAP_SWIZZLE_128B: result.swizzle_bytes = 128; break;
-    default: return CUDA_ERROR_NOT_SUPPORTED;
+    case CU_TENSOR_MAP_SWIZZLE_NONE:
+      result.swizzle_bytes = 16;
+      break;
+    case CU_TENSOR_MAP_SWIZZLE_32B:
+      result.swizzle_bytes = 32;
+      break;
+    case CU_TENSOR_MAP_SWIZZLE_64B:
+      result.swizzle_bytes = 64;
+      break;
+    case CU_TENSOR_MAP_SWIZZLE_128B:
+      result.swizzle_bytes = 128;
+      break;
+    default:
+      return CUDA_ERROR_NOT_SUPPORTED;
   }
   bool valid = rank >= 1 && rank <= 5 && interleave == CU_TENSOR_MAP_INTERLEAVE_NONE &&
                fill == CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE && reinterpret_cast<uintptr_t>(map) % 64 == 0 &&
@@ -136,7 +179,8 @@ CUresult encode_tiled(CUtensorMap* map, CUtensorMapDataType type, cuuint32_t ran
   const uint64_t inner_bytes = uint64_t{box[0]} * result.element_bytes;
   valid = inner_bytes % 16 == 0 && (result.swizzle_bytes == 16 || inner_bytes <= result.swizzle_bytes);
   for (cuuint32_t d = 0; d < rank; ++d) {
-    valid = valid && sizes[d] >= 1 && sizes[d] <= uint64_t{1} << 32 && box[d] >= 1 && box[d] <= 256 && steps[d] == 1;
+    valid = valid && sizes[d] >= 1 && sizes[d] <= uint64_t{1} << 32 && box[d] >= 1 && box[d] <= 256 &&
+            steps[d] == 1;
     result.last[d] = static_cast<uint32_t>(sizes[d] - 1);
     result.box[d] = static_cast<uint16_t>(box[d]);
     if (d == 0) continue;
@@ -166,11 +210,20 @@ cudaError_t cudaGetDevice(int* device) {
 
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
   switch (attribute) {
-    case cudaDevAttrMultiProcessorCount: *value = options.multiprocessors; return cudaSuccess;
-    case cudaDevAttrComputeCapabilityMajor: *value = 9; return cudaSuccess;
-    case cudaDevAttrComputeCapabilityMinor: *value = 0; return cudaSuccess;
-    case cudaDevAttrMaxSharedMemoryPerBlockOptin: *value = kSharedLimit; return cudaSuccess;
-    default: return cudaErrorInvalidValue;
+    case cudaDevAttrMultiProcessorCount:
+      *value = options.multiprocessors;
+      return cudaSuccess;
+    case cudaDevAttrComputeCapabilityMajor:
+      *value = 9;
+      return cudaSuccess;
+    case cudaDevAttrComputeCapabilityMinor:
+      *value = 0;
+      return cudaSuccess;
+    case cudaDevAttrMaxSharedMemoryPerBlockOptin:
+      *value = kSharedLimit;
+      return cudaSuccess;
+    default:
+      return cudaErrorInvalidValue;
   }
 }
 
@@ -186,8 +239,9 @@ cudaError_t cudaGetLastError(void) {
 }
 
 cudaError_t cudaMemsetAsync(void* target, int value, size_t bytes, cudaStream_t) {
+  const cudaError_t error = synchronise(finish_launches);
   std::memset(target, value, bytes);
-  return cudaSuccess;
+  return error;
 }
 
 static cudaError_t find_function(const char* name, void** function, cudaDriverEntryPointQueryResult* found) {
@@ -219,6 +273,10 @@ void emulation_start(uint64_t seed, int policy, int multiprocessors) {
 
 void emulation_allow(const void* pointer, uint64_t bytes) {
   allow_global(pointer, bytes);
+}
+
+int emulation_finish() {
+  return synchronise(finish_launches);
 }
 
 const char* emulation_error() {
