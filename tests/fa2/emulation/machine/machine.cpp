@@ -86,20 +86,6 @@ void end_barrier(Block& block, NamedBarrier& barrier) {
   }
 }
 
-int alive_in(const Cluster& cluster) {
-  int alive = 0;
-  for (const Block* block : cluster.blocks) alive += block->alive;
-  return alive;
-}
-
-void end_cluster_barrier(Cluster& cluster) {
-  if (cluster.arrived == 0 || cluster.arrived < alive_in(cluster)) return;
-  cluster.arrived = 0;
-  ++cluster.phase;
-  cluster.completed = std::exchange(cluster.clock, {});
-  for (Thread* waiting : std::exchange(cluster.waiting, {})) wake(*waiting);
-}
-
 [[noreturn]] void thread_main() {
   (*state.kernel)();
   Thread& thread = *running;
@@ -391,17 +377,6 @@ void check_global(const void* pointer, uint64_t bytes, const char* what) {
   }
   fail("%s touches global memory at %p, %llu bytes, which belongs to no tensor", what, pointer,
        static_cast<unsigned long long>(bytes));
-}
-
-Block& block_at(uint32_t& address) {
-  Block& own = *running->block;
-  const uint32_t rank = address >> kRankShift;
-  address &= (1u << kRankShift) - 1;
-  if (rank == 0) return own;
-  if (rank > own.cluster->blocks.size()) fail("an address in block %u of a cluster of %zu", rank - 1, own.cluster->blocks.size());
-  Block& block = *own.cluster->blocks[rank - 1];
-  if (block.alive == 0) fail("block %u of the cluster has ended, and its shared memory is accessed", rank - 1);
-  return block;
 }
 
 MBarrier& mbarrier_at(Block& block, uint32_t address) {

@@ -43,7 +43,6 @@ extern Options options;
 struct Thread;
 struct Warp;
 struct Block;
-struct Cluster;
 
 // A shared-memory barrier of mbarrier.* (PTX ISA, mbarrier): a phase ends when neither arrivals nor bytes are
 // outstanding.
@@ -102,7 +101,6 @@ struct Thread {
   bool done = false, polling = false;
   Wait wait;
   std::vector<uint32_t> async_fences;     // the warp's time at each fence.proxy.async
-  uint32_t cluster_phase = 0;             // of barrier.cluster, at its arrival
   uint64_t wgmmas = 0, wgmma_groups = 0;  // issued, committed
   bool wgmma_fenced = false;
   uint32_t cluster_phase = 0;               // of the cluster's barrier, that the thread has arrived in
@@ -148,8 +146,6 @@ struct Cluster {
 };
 
 struct Block {
-  Cluster* cluster = nullptr;
-  uint32_t rank = 0, place = 0;  // its number in the cluster; where its shared memory is in that of all
   uint3 index = {};
   Cluster* cluster = nullptr;
   int rank = 0;  // in the cluster
@@ -167,19 +163,6 @@ struct Block {
   Races* races = nullptr;  // the cluster's
   std::vector<std::vector<std::shared_ptr<Wgmma>>> wgmma_log;  // by warpgroup: what its n-th wgmma is
 };
-
-// Blocks that run together (a launch without clusters has clusters of one). An address of the cluster is a
-// block's own one and, above kRankShift, its rank + 1; 0 there is the block itself.
-struct Cluster {
-  std::vector<Block*> blocks;
-  std::unique_ptr<Races> races;
-  // barrier.cluster
-  int arrived = 0;
-  uint32_t phase = 0;
-  std::vector<Thread*> waiting;
-  Clock clock, completed;
-};
-constexpr uint32_t kRankShift = 24;
 
 Thread& current();
 uint64_t random_number();
@@ -207,8 +190,6 @@ uint32_t cluster_address(uint32_t address, uint32_t rank);
 
 // The block's shared memory at an address, checked.
 unsigned char* shared_pointer(Block& block, uint32_t address, uint32_t bytes);
-// The block that an address of the cluster names, and the address in that block.
-Block& block_at(uint32_t& address);
 // Global memory, checked against what the caller of the kernel said exists.
 void check_global(const void* pointer, uint64_t bytes, const char* what);
 void allow_global(const void* pointer, uint64_t bytes);

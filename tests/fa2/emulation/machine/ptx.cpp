@@ -44,18 +44,10 @@ void exp2_approx(const Call& call) {
   call.set(0, y < 0x1p-126f ? 0.f : y);
 }
 
-// mov from a special register: the only one that kernels read by name is the block's number in its cluster.
-void move_special(const Call& call) {
-  if (call.statement.text.find("%cluster_ctarank") == std::string::npos)
-    fail("the emulator does not know the special register in %s", call.statement.text.c_str());
-  call.set(0, current().block->rank);
-}
-
 Handler find_arithmetic(const std::string& opcode) {
   if (opcode == "bra") return branch;
   if (opcode == "mov.u32" || opcode == "mov.b32") return move;
   if (opcode == "setp.ne.b32" || opcode == "setp.eq.b32" || opcode == "setp.ne.s32") return set_predicate;
-  if (opcode == "mov.u32") return move_special;
   if (opcode == "selp.b32" || opcode == "selp.u32") return select;
   if (opcode == "ex2.approx.ftz.f32") return exp2_approx;
   return nullptr;

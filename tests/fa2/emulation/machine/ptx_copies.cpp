@@ -207,29 +207,6 @@ void load_bytes(const Call& call) {
   start(copy);
 }
 
-// cp.async.bulk [another block's shared], [shared], bytes, [that block's mbarrier]
-void copy_to_block(const Call& call) {
-  Thread& thread = current();
-  Block& source = *thread.block;
-  uint32_t to = static_cast<uint32_t>(call.address(0)), barrier = static_cast<uint32_t>(call.address(3));
-  Block& target = block_at(to);
-  if (&block_at(barrier) != &target) fail("a copy to one block, its mbarrier in another");
-  const uint32_t from = static_cast<uint32_t>(call.address(1));
-  const uint32_t bytes = bulk_bytes(call, 2, to, from);
-  const MBarrier& its = mbarrier_at(target, barrier);
-  shared_pointer(source, from, bytes), shared_pointer(target, to, bytes);
-  source.races->begin_copy_read(thread, from, bytes, its.actor, its.phase + 1);
-  source.races->begin_write(thread, target, to, bytes, its.actor, its.phase + 1);
-  auto copy = std::make_shared<Copy>();
-  auto data = std::make_shared<std::vector<unsigned char>>(bytes);
-  copy->read = [=, &source] { std::memcpy(data->data(), shared_pointer(source, from, bytes), bytes); };
-  copy->write = [=, &target] {
-    std::memcpy(shared_pointer(target, to, bytes), data->data(), bytes);
-    mbarrier_complete(target, barrier, bytes);
-  };
-  start(copy);
-}
-
 // cp.async.bulk [global], [shared], bytes, and the same with an addition
 void store_bytes(const Call& call) {
   Thread& thread = current();

@@ -32,14 +32,6 @@ void store_shared(const Call& call) {
   block.races->write(current(), block, address, count * 4);
 }
 
-// Into another block of the cluster, seen there after barriers; races are not followed.
-void store_cluster(const Call& call) {
-  uint32_t address = static_cast<uint32_t>(call.address(0));
-  Block& block = block_at(address);
-  const uint32_t bits = call.u32(1);
-  std::memcpy(shared_pointer(block, address, 4), &bits, 4);
-}
-
 void red_add_float(const Call& call) {
   auto* target = reinterpret_cast<float*>(call.address(0));
   const int count = static_cast<int>(call.count(1));
@@ -166,7 +158,6 @@ Handler find_shared_memory(const std::string& opcode) {
       {"st.shared.v2.b32", store_shared},
       {"st.shared.v4.f32", store_shared},
       {"st.shared.v4.b32", store_shared},
-      {"st.shared::cluster.b32", store_cluster},
       {"red.relaxed.gpu.global.add.f32", red_add_float},
       {"red.relaxed.gpu.global.add.v2.f32", red_add_float},
       {"red.relaxed.gpu.global.add.v4.f32", red_add_float},

@@ -95,7 +95,6 @@ Handler find_synchronisation(const std::string& opcode) {
   static const std::map<std::string, Handler> known = {
       {"mbarrier.init.shared::cta.b64", init},
       {"mbarrier.arrive.shared::cta.b64", arrive},
-      {"mbarrier.arrive.release.cluster.shared::cluster.b64", arrive},
       {"mbarrier.arrive.expect_tx.shared::cta.b64", arrive_expect},
       {"mbarrier.expect_tx.relaxed.cta.shared::cta.b64", expect},
       {"mbarrier.arrive.release.cluster.shared::cluster.b64", arrive},

@@ -132,17 +132,8 @@ void Races::begin_copy_to(const Thread& thread, const Block& block, uint32_t add
                           int actor, uint32_t time) {
   each(block, address, bytes, [&](Granule& granule, size_t i, uint32_t at) {
     check_written(thread, granule, at, "a copy to");
-    check_read(thread, granule, i, at, "a copy to");
-    granule = {actor, time};
-  });
-}
-
-void Races::begin_copy_read(const Thread& thread, uint32_t address, uint32_t bytes, int actor, uint32_t time) {
-  each(*thread.block, address, bytes, [&](Granule& granule, uint32_t, uint32_t at) {
-    check_written(thread, granule, at, "a copy from");
-    check_async_source(thread, granule, at, "a copy reads");
-    granule.copy_reader = actor;
-    granule.copy_read = time;
+    check_read(thread, i, at, "a copy to");
+    granule = {actor, time, nullptr, 0};
   });
 }
 

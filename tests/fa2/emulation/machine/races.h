@@ -16,7 +16,6 @@ namespace fa2::emulation {
 
 struct Block;
 struct Thread;
-struct Warp;
 
 using Clock = std::vector<uint32_t>;  // by actor: how much of what it did is known
 
