@@ -66,7 +66,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1) attention_bwd(__grid_cons
     }
     ptx::mbarrier_init(barrier(Barrier::kKFull), 1);
     ptx::mbarrier_init(barrier(Barrier::kVFull), 1);
-    ptx::mbarrier_init(barrier(Barrier::kKVEmpty), kConsumers);
+    ptx::mbarrier_init(barrier(Barrier::kKVEmpty), kConsumers * 4);
     ptx::mbarrier_init(barrier(Barrier::kDqFull), kConsumers * 4);
     ptx::mbarrier_init(barrier(Barrier::kDqEmpty), 1);
     for (int i = 0; i < kStages; ++i) {
@@ -143,7 +143,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1) attention_bwd(__grid_cons
           steps.next(work);
         };
         const bool any = steps.left > 0;
-        if (any) load_queries();  // before the last tile's dK and dV have left
+        if (any) load_queries();  // before the last tile's keys are done with
         ptx::mbarrier_wait(barrier(Barrier::kKVEmpty), kv_parity ^ 1);
         kv_parity ^= 1;
         if (any) {
@@ -262,6 +262,9 @@ __global__ void __launch_bounds__(Config::kThreads, 1) attention_bwd(__grid_cons
     QuerySteps steps(work, group);
     clear(acc_dk);
     clear(acc_dv);
+    // The last tile's dK and dV have left dQ's and dS's space.
+    if (leader) ptx::tma_store_wait_read();
+    sync_consumers();
 
     if (steps.left > 0) {
       const auto stage_of = [&](SharedMatrix<Slab::kRow_bytes> matrix) {
@@ -394,7 +397,12 @@ __global__ void __launch_bounds__(Config::kThreads, 1) attention_bwd(__grid_cons
       } while (steps.left > 0);
       ptx::wgmma_wait<0>();
     }
-    sync_consumers();  // both have finished with K
+    __syncwarp();
+    if (lane == 0) ptx::mbarrier_arrive(barrier(Barrier::kKVEmpty));
+    // dK leaves through dQ's space and dV through dS's, so that the next tile's keys come at once.
+    ptx::mbarrier_wait(barrier(Barrier::kDqEmpty), dq_parity ^ 1);  // the last dQ has left
+    sync_consumers();                                               // both have finished with dS
+    static_assert(Config::kKV_bytes <= Config::kDq_bytes && Config::kKV_bytes <= 2 * Config::kDs_bytes);
     using Tile = Swizzle<Slab::kWidth>;
 #pragma unroll
     for (int j = 0; j < kHeadDim / 16; ++j) {
@@ -409,8 +417,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1) attention_bwd(__grid_cons
       const uint32_t place =
           shared + j * 16 / Slab::kWidth * kBlockN * Slab::kRow_bytes +
           Tile::offset(consumer * 64 + warp_row + lane % 16, j * 16 % Slab::kWidth / 8 + lane / 16);
-      ptx::stmatrix_x4(place + Config::kK, dk_frag);
-      ptx::stmatrix_x4(place + Config::kV, dv_frag);
+      ptx::stmatrix_x4(place + Config::kDq, dk_frag);
+      ptx::stmatrix_x4(place + Config::kDs, dv_frag);
     }
     ptx::fence_async_proxy();
     sync_warpgroup();
@@ -421,17 +429,16 @@ __global__ void __launch_bounds__(Config::kThreads, 1) attention_bwd(__grid_cons
         const uint32_t slab = shared + i * kBlockN * Slab::kRow_bytes + own_keys;
         const ptx::Coordinates at =
             rows_k.at(i * Slab::kWidth, work.tile.block * kBlockN + consumer * 64, work.tile.bidh);
-        ptx::tma_store(&a.dk, slab + Config::kK, at);
-        ptx::tma_store(&a.dv, slab + Config::kV, at);
+        ptx::tma_store(&a.dk, slab + Config::kDq, at);
+        ptx::tma_store(&a.dv, slab + Config::kDs, at);
       }
       ptx::tma_store_commit();
-      ptx::tma_store_wait_read();
-      ptx::mbarrier_arrive(barrier(Barrier::kKVEmpty));
     }
     __syncwarp();
     if (lane == 0) ptx::mbarrier_arrive(barrier(Barrier::kTileEmpty + work_slot.index));
     work_slot.next();
   }
+  if (leader) ptx::tma_store_wait_read();  // shared memory must outlive the last store
 }
 
 }  // namespace fa2::sm90

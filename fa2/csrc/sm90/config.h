@@ -97,7 +97,7 @@ struct BwdTile {
   static constexpr int kQ_bytes = kBlockM * kHeadDim * 2, kKV_bytes = kBlockN * kHeadDim * 2;
   static constexpr int kDs_bytes = kBlockM * kBlockN * 2, kDq_bytes = kBlockM * kHeadDim * 4;
   static constexpr int kRow_bytes = kBlockM * 4;
-  // dK and dV leave through K's and V's space. dS has two buffers: one barrier a step then keeps a consumer
+  // dK and dV leave through dQ's and dS's space. dS has two buffers: one barrier a step then keeps a consumer
   // from writing what the other still reads.
   static constexpr int kK = 0, kV = kK + kKV_bytes, kQ = kV + kKV_bytes, kDo = kQ + kStages * kQ_bytes;
   static constexpr int kDs = kDo + kStages * kQ_bytes, kDq = kDs + 2 * kDs_bytes;
