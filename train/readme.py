@@ -61,7 +61,29 @@ def attention_table() -> str:
     return "\n".join(lines)
 
 
-TABLES: dict[str, Callable[[], str]] = {"packing": packing_table, "attention": attention_table}
+def reproduce_table() -> str:
+    if not (ROOT / REPRODUCED).is_file():
+        return "No record yet: `python -m train.reproduce output=train/results/reproduce_h200` makes it."
+    from train.reproduce import tables
+
+    record = _record(REPRODUCED)
+    picture = f"![mfu beside the paper's]({REPRODUCED.replace('.json', '.png')})"
+    return "\n\n".join((tables.summary(record), tables.details(record), tables.notes(record), picture))
+
+
+def a100_table() -> str:
+    from train.reproduce import tables
+
+    return tables.a100_expectation()
+
+
+REPRODUCED = "train/results/reproduce_h200/reproduce.json"
+TABLES: dict[str, Callable[[], str]] = {
+    "packing": packing_table,
+    "reproduce": reproduce_table,
+    "a100": a100_table,
+    "attention": attention_table,
+}
 
 
 def render(text: str) -> str:

@@ -231,7 +231,7 @@ class ReproduceConfig:
     rows: list[str] = field(default_factory=lambda: ["1.3b_2k", "1.3b_8k", "2.7b_2k", "2.7b_8k"])
     attention: list[str] = field(default_factory=lambda: ["eager", "sdpa_flash", "sdpa_cudnn", "fa2", "torch"])
     documents: list[str] = field(default_factory=lambda: ["dense", "packed"])
-    warm_steps: int = 1  # optimiser steps before the clock starts: the first one compiles
+    warm_steps: int = 2  # optimiser steps before the clock starts: the first one compiles
     steps: int = 3  # optimiser steps that are timed
     micro_batch_tokens: int | None = None  # null: the recipe's
     budget: bool = False  # profile one step more, and say where its time went

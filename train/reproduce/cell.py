@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from model.flops import gemm_shapes
+from train import build
 from train.reproduce.record import device, device_memory
 from train.reproduce.rows import (
     GIB,
@@ -39,6 +40,11 @@ def outcome(cell: Cell) -> Result:
         return described | {"status": "not_applicable", "reason": reason}
     if reason := does_not_fit(cell, device_memory(device())):
         return described | {"status": "does_not_fit", "reason": reason}
+    try:
+        # here, so that building fa2's kernels at their first use belongs to no cell's start
+        build.build_attention(cell.config, lambda line: None)
+    except ValueError as error:
+        return described | {"status": "refused", "reason": str(error)}
     return described | run_apart(cell)
 
 
@@ -108,7 +114,7 @@ def measure(cell: Cell, started: float) -> Result:
     except ValueError as error:
         return {"status": "refused", "reason": str(error)}
     except Exception as error:
-        if type(error).__name__ == "OutOfMemoryError":
+        if type(error).__name__ == "OutOfMemoryError" or "ALLOC_FAILED" in str(error):  # the latter is cuBLAS's
             return {"status": "out_of_memory", "reason": str(error).splitlines()[0]}
         traceback.print_exc()
         return {"status": "crashed", "reason": f"{type(error).__name__}: {str(error).splitlines()[0][:300]}"}

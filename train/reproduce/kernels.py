@@ -17,6 +17,7 @@ class Class(Enum):
     gemm = "GEMM"
     attention = "attention"
     elementwise = "elementwise"
+    accumulation = "gradient accumulation"
     loss_gemm = "loss, its GEMM"
     loss = "loss, the rest"
     clipping = "clipping"
@@ -32,6 +33,7 @@ class Class(Enum):
 RANGES: tuple[tuple[str, Class], ...] = (
     (r"gpt::eager_attention", Class.attention),
     (r"(?i)cross_?entropy", Class.loss),
+    (r"AccumulateGrad", Class.accumulation),
     (r"^Optimizer\.(step|zero_grad)", Class.optimiser),
     (r"^train\.optimiser$", Class.optimiser),
     (r"^train\.clipping$|^aten::_foreach_norm$|^aten::linalg_vector_norm$", Class.clipping),

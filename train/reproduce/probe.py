@@ -1,6 +1,7 @@
 """The callback that measures a run of `train.fit`: it stands last, so that a step's logging is inside what it times.
 
-warm steps | attention's kernels, matmul rate | timed steps | matmul rate | one step under the profiler (budget)
+In order: the warm steps, the matmul rate, the timed steps, the matmul rate again, the names of attention's kernels, and
+for a budget one step under the profiler. The profiler comes last: once it was there, every launch takes longer.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class Probe(Callback):
         self.result: dict[str, Any] = {}
         self._marks: list[Any] = []  # one before the timed steps, and one after each
         self._matmul_flops: list[float] = []
-        self._tokens = self._sum_len_sq = self._padded = 0
+        self._tokens = self._sum_len_sq = 0
         self._stack = ExitStack()
         self._copy_rate = 0.0
         self.monitor = Monitor(None)
@@ -99,15 +100,15 @@ class Probe(Callback):
             self._count(batch)
         if step == self.warm_steps:
             with self.throughput.paused():
-                self._before(trainer, pl_module, batch)
+                self._before()
             self._mark()
         if step == self.warm_steps + self.steps:
             self._after()
+            self.result["kernels"] = self._attention_kernels(trainer, pl_module, batch)
             if self.with_budget:
                 self._begin_profile()
 
-    def _before(self, trainer: Trainer, module: GPTModule, batch: StreamItem) -> None:
-        self.result["kernels"] = self._attention_kernels(trainer, module, batch)
+    def _before(self) -> None:
         if self.on_gpu:
             torch.cuda.reset_peak_memory_stats(self.device)
         self._measure_matmul()
@@ -203,6 +204,13 @@ class Probe(Callback):
             "copy_bytes_per_s": self._copy_rate,
             "timed_step_s": statistics.median(self._step_seconds()),
         }
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # Lightning would copy weights and moments, tens of GB, to the host; nobody wants them
+        for optimizer in trainer.optimizers:
+            optimizer.state.clear()
+        for parameter in pl_module.parameters():
+            parameter.grad, parameter.data = None, parameter.data.new_empty(0)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self.monitor.stop()  # after an error too

@@ -43,6 +43,7 @@ ROWS = {
             "batch.micro_batch_tokens=256",
             "batch.global_batch_tokens=512",
             "data.synthetic_tokens=16384",
+            "data.synthetic_vocab_size=1000",
         ),
     ),
 }

@@ -57,8 +57,8 @@ def _rows(record: Record) -> list[tuple[str, str]]:
 
 
 def _backends(record: Record, data: str) -> list[str]:
-    """Those with something to show on this kind of data."""
-    used = {c["attention"] for c in record["cells"] if c["data"] == data and c["status"] != "not_applicable"}
+    """Those that were asked for on this kind of data."""
+    used = {cell["attention"] for cell in record["cells"] if cell["data"] == data}
     return [name for name in BACKENDS if name in used]
 
 
@@ -85,7 +85,7 @@ def _short(cell: Record | None) -> str:
     if cell["status"] != "ok":
         return _STATUS[cell["status"]]
     share = "" if cell["mfu"] is None else f" ({cell['mfu']:.1%})"
-    return f"{tflops(cell):.0f}{share}{'' if cell['recipe'] else '*'}"
+    return f"{tflops(cell):#.3g}".rstrip(".") + share + ("" if cell["recipe"] else "*")
 
 
 def summary(record: Record) -> str:
@@ -184,6 +184,13 @@ def notes(record: Record) -> str:
         text += _of_gpu(ok)
     if packed := [cell for cell in ok if cell["data"] == "packed"]:
         text += _of_packed(packed)
+    if ok:
+        begun = [cell["seconds_to_first_step"] for cell in ok]
+        done = [cell["seconds_to_first_step_done"] for cell in ok]
+        text.append(
+            f"From a run's command to its first step {min(begun):.0f} to {max(begun):.0f} s, to that step's end "
+            f"{min(done):.0f} to {max(done):.0f} s."
+        )
     if any(not cell["recipe"] for cell in ok):
         text.append("*: another micro-batch or other overrides than the recipe's.")
     return " ".join(text)
