@@ -181,7 +181,7 @@ def _train(
     baselines = _baselines(prepared) if _is_first_rank() else {}
     callbacks, signals = _callbacks(config, run_dir, prepared, module, precision, identity, baselines, tell)
     if probe is not None:
-        callbacks = [c for c in callbacks if isinstance(c, Throughput | TrainingMetrics | MetricsWriter)] + [probe]
+        callbacks = [c for c in callbacks if not isinstance(c, Validation | Checkpoint | Signals | Sample)] + [probe]
     trainer.callbacks.extend(callbacks)  # type: ignore[attr-defined]
 
     summary = {

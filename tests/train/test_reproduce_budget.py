@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from train.reproduce import plot, tables
+from train import cli
+from train.reproduce import budget, cell, plot, rows, tables
+from train.reproduce.__main__ import COMMAND
 from train.reproduce.budget import STEP, read_trace
 from train.reproduce.kernels import Class, class_of_kernel, class_of_range
 
@@ -203,3 +207,36 @@ def test_table_sentences_and_picture(trace: dict[str, Any], tmp_path: Path) -> N
     assert (tmp_path / "budget.png").stat().st_size > 5000
     for flops, moved in plot.intensities(cell).values():
         assert flops / moved > 0
+
+
+def test_the_ranges_of_a_real_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU has no kernels: some of its operators play them. The trainer's own ranges tell what they belong to."""
+    for module in ("train.callbacks.throughput", "train.reproduce.probe"):
+        monkeypatch.setattr(f"{module}.sustained_matmul_flops", lambda *args: 1e11)
+    monkeypatch.setattr("train.reproduce.probe._copy_bytes_per_second", lambda device: 1e10)
+    names = {"aten::mm": GEMM, "aten::addmm": GEMM, "aten::_fused_adamw_": ELEMENTWISE, "aten::native_layer_norm": "?"}
+    names |= {"aten::_scaled_dot_product_flash_attention_for_cpu": ATTENTION, "aten::linalg_vector_norm": ELEMENTWISE}
+
+    def with_kernels(trace: dict[str, Any]) -> budget.Budget:
+        played = Trace()
+        for event in trace["traceEvents"]:
+            if event.get("cat") == "cpu_op" and event["name"] in names:
+                begin = float(event["ts"])
+                played.kernel(names[event["name"]], begin, begin + float(event["dur"]), begin)
+        return read_trace({"traceEvents": [*trace["traceEvents"], *played.events]})
+
+    monkeypatch.setattr("train.reproduce.probe.budget.read_trace", with_kernels)
+    arguments = ["rows=debug", "attention=sdpa_flash", "documents=dense", "steps=1", "warm_steps=1"]
+    (chosen,) = rows.cells(cli.build(COMMAND, [*arguments, f"output={tmp_path}"]))
+    trainer = replace(chosen.config.trainer, max_steps=3)
+    result = cell.measure(replace(chosen, budget=True, config=replace(chosen.config, trainer=trainer)), time.time())
+    assert result["status"] == "ok", result["reason"]
+    seconds = result["budget"]["seconds"]
+    for kind in (Class.gemm, Class.attention, Class.loss_gemm, Class.clipping, Class.optimiser, Class.unknown):
+        assert seconds[kind.value] > 0, kind
+    assert sum(seconds.values()) == pytest.approx(result["budget"]["wall_s"])
+    assert result["budget"]["timed_step_s"] == pytest.approx(result["step_seconds"][0])
+    launches = {kind: sum(k["launches"] for k in found) for kind, found in result["budget"]["kernels"].items()}
+    assert launches["attention"] == 2 * 2, "micro-batches times layers"
+    assert launches["optimiser"] == 2, "AdamW's groups"
+    assert launches["loss, its GEMM"] >= 2 * 2

@@ -23,7 +23,6 @@ from train.reproduce.rows import (
     PACKED_TEXT,
     Cell,
     does_not_fit,
-    is_recipe,
     needed_bytes,
     not_applicable,
     what_fits,
@@ -57,7 +56,7 @@ def describe(cell: Cell) -> Result:
         "row": cell.row,
         "data": cell.data,
         "attention": cell.attention,
-        "recipe": is_recipe(cell),
+        "recipe": cell.is_recipe,
         "overrides": list(cell.overrides),
         "context": batch.context,
         "micro_batch_tokens": batch.micro_batch_tokens,
@@ -115,10 +114,14 @@ def measure(cell: Cell, started: float) -> Result:
         return {"status": "refused", "reason": str(error)}
     except Exception as error:
         if type(error).__name__ == "OutOfMemoryError" or "ALLOC_FAILED" in str(error):  # the latter is cuBLAS's
-            return {"status": "out_of_memory", "reason": str(error).splitlines()[0]}
+            return {"status": "out_of_memory", "reason": _first_line(error)}
         traceback.print_exc()
-        return {"status": "crashed", "reason": f"{type(error).__name__}: {str(error).splitlines()[0][:300]}"}
+        return {"status": "crashed", "reason": f"{type(error).__name__}: {_first_line(error)}"}
     return {"status": "ok", **probe.result, **_of_run(cell)}
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), "")[:300]
 
 
 def _of_run(cell: Cell) -> Result:

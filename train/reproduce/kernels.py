@@ -33,10 +33,10 @@ class Class(Enum):
 RANGES: tuple[tuple[str, Class], ...] = (
     (r"gpt::eager_attention", Class.attention),
     (r"(?i)cross_?entropy", Class.loss),
-    (r"AccumulateGrad", Class.accumulation),
+    (r"AccumulateGrad|^aten::_foreach_zero_$", Class.accumulation),
     (r"^Optimizer\.(step|zero_grad)", Class.optimiser),
-    (r"^train\.optimiser$", Class.optimiser),
-    (r"^train\.clipping$|^aten::_foreach_norm$|^aten::linalg_vector_norm$", Class.clipping),
+    (r"^aten::_foreach_copy_$", Class.optimiser),  # weights cast after they have moved
+    (r"^aten::_foreach_norm$|^aten::linalg_vector_norm$", Class.clipping),
 )
 
 # What the name alone says.

@@ -55,6 +55,9 @@ _PACKED = ("data=stdlib", "tokenizer=train", "model.vocab_size=50257")
 _TOKENS_PER_DOCUMENT = 256
 PACKED_TEXT = "the Python standard library's sources, BPE of 4096 ids"
 
+# Keys of the model that change how it is computed, and not what it is.
+_FREE = ("loss_chunk_tokens", "residual_fp32", "logits_fp32")
+
 # The estimate is of eager PyTorch, a compiled block keeps less: a cell that it puts a little above the memory is tried.
 _ESTIMATE_MAY_EXCEED = 1.25
 
@@ -70,7 +73,8 @@ class Cell:
     warm_steps: int
     steps: int
     budget: bool
-    overrides: tuple[str, ...] = ()
+    overrides: tuple[str, ...]
+    is_recipe: bool  # the row's own micro-batch, and nothing overridden
 
     @property
     def name(self) -> str:
@@ -111,21 +115,37 @@ def _cell(config: ReproduceConfig, row: str, data: str, attention: str) -> Cell:
         "trainer.progress_bar=false",
         "trainer.sample_tokens=0",
     ]
-    if config.micro_batch_tokens is not None:
-        arguments.append(f"batch.micro_batch_tokens={config.micro_batch_tokens}")
     plain = cli.build(COMMAND, arguments)
-    run = cli.build(COMMAND, [*arguments, *config.overrides])
-    _check_same_row(row, plain, run)
+    run = plain
+    changes = list(config.overrides)
+    if config.micro_batch_tokens is not None:
+        changes.insert(0, f"batch.micro_batch_tokens={config.micro_batch_tokens}")
+    if changes:
+        run = cli.build(COMMAND, [*arguments, *changes])
+        _check_same_row(row, plain, run)
+    is_recipe = not config.overrides and run.batch.micro_batch_tokens == plain.batch.micro_batch_tokens
     if data == "packed" and run.batch.max_docs is None:
         # the smallest context may hold shorter documents: never fewer than the default's 16
         run.batch.max_docs = max(16, run.batch.micro_batch_tokens // _TOKENS_PER_DOCUMENT)
-    return Cell(row, data, attention, run, config.warm_steps, config.steps, config.budget, tuple(config.overrides))
+    return Cell(
+        row=row,
+        data=data,
+        attention=attention,
+        config=run,
+        warm_steps=config.warm_steps,
+        steps=config.steps,
+        budget=config.budget,
+        overrides=tuple(config.overrides),
+        is_recipe=is_recipe,
+    )
 
 
 def _check_same_row(row: str, plain: RunConfig, run: RunConfig) -> None:
     """Refuses overrides after which the row's name would no longer say what was measured."""
-    if replace(plain.model, loss_chunk_tokens=1) != replace(run.model, loss_chunk_tokens=1):
-        raise ValueError(f"overrides must keep the model of the row {row}, got other model.* keys")
+    changed = {key for key, value in vars(run.model).items() if value != getattr(plain.model, key)}
+    if changed - set(_FREE):
+        listed = ", ".join(f"model.{key}" for key in sorted(changed - set(_FREE)))
+        raise ValueError(f"overrides must keep the model of the row {row}, got another {listed}")
     for key in ("context", "global_batch_tokens"):
         old, new = getattr(plain.batch, key), getattr(run.batch, key)
         if old != new:
@@ -195,9 +215,3 @@ def what_fits(cell: Cell, capacity: int) -> str:
             change = f"micro_batch_tokens={size} " if size != sizes[0] else ""
             return f"{change}overrides=trainer.activation_checkpointing=true would fit ({need / GIB:.0f} GiB)"
     return "no micro-batch of it fits"
-
-
-def is_recipe(cell: Cell) -> bool:
-    """Whether the row's own micro-batch was taken, and nothing was overridden."""
-    experiment = cli.build(COMMAND, [f"experiment={ROWS[cell.row].experiment}", *ROWS[cell.row].overrides])
-    return not cell.overrides and cell.config.batch.micro_batch_tokens == experiment.batch.micro_batch_tokens

@@ -114,7 +114,7 @@ def details(record: Record) -> str:
         "`mfu_exact`",
         "`gemm_util`",
         "tokens/s",
-        "over",
+        "fa2 over its fastest peer",
         "peak GiB",
         "days for 300B tokens",
     )
@@ -132,7 +132,7 @@ def details(record: Record) -> str:
                 _line(
                     [
                         f"{TITLES[row]} {data}",
-                        BACKENDS[name] + ("" if cell["recipe"] else f", micro-batch {cell['micro_batch_tokens']:,}"),
+                        BACKENDS[name] + _variant(cell),
                         *("n/a" if cell[key] is None else f"{cell[key]:.1%}" for key in ("mfu", "mfu_exact")),
                         f"{cell['gemm_util']:.1%}",
                         f"{cell['tokens_per_s']:,.0f}",
@@ -143,6 +143,13 @@ def details(record: Record) -> str:
                 )
             )
     return "\n".join([*lines, *(["", *without] if without else [])])
+
+
+def _variant(cell: Record) -> str:
+    """What differs from the recipe, to stand behind the backend's name."""
+    if cell["recipe"]:
+        return ""
+    return ", " + (" ".join(cell["overrides"]) or f"micro-batch {cell['micro_batch_tokens']:,}")
 
 
 def _reason(cell: Record) -> str:
@@ -165,7 +172,7 @@ def _over(record: Record, cell: Record) -> str:
     if not peers:
         return "–"
     best = max(peers, key=lambda other: other["tokens_per_s"])
-    return f"{cell['tokens_per_s'] / best['tokens_per_s']:.2f} of {BACKENDS[best['attention']]}"
+    return f"{cell['tokens_per_s'] / best['tokens_per_s']:.2f} of {BACKENDS[best['attention']]}'s"
 
 
 def notes(record: Record) -> str:
