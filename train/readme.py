@@ -68,7 +68,17 @@ def reproduce_table() -> str:
 
     record = _record(REPRODUCED)
     picture = f"![mfu beside the paper's]({REPRODUCED.replace('.json', '.png')})"
-    return "\n\n".join((tables.summary(record), tables.details(record), tables.notes(record), picture))
+    parts = [tables.summary(record), tables.details(record), tables.notes(record), picture]
+    if budgets := [cell for cell in record["cells"] if "budget" in cell]:
+        cell = budgets[0]
+        name = tables.budget_name(cell)
+        parts += [
+            f"Where one step of {tables.TITLES[cell['row']]} {cell['data']} with "
+            f"{tables.BACKENDS[cell['attention']]} goes:",
+            tables.budget_table(cell),
+            f"![a step's time, and the roofline]({Path(REPRODUCED).parent.as_posix()}/{name}.png)",
+        ]
+    return "\n\n".join(parts)
 
 
 def a100_table() -> str:

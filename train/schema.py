@@ -235,7 +235,7 @@ class ReproduceConfig:
     steps: int = 3  # optimiser steps that are timed
     micro_batch_tokens: int | None = None  # null: the recipe's
     budget: bool = False  # profile one step more, and say where its time went
-    output: str = "runs/reproduce"  # folder of reproduce.json, reproduce.png and the runs' directories
+    output: str = "runs/reproduce"  # folder of reproduce.json, tables.md and the pictures
     merge: list[str] = field(default_factory=list)  # records of earlier invocations that go into this one's
     seconds: float | None = None  # begin no new cell after this long; null: no limit
     overrides: list[str] = field(default_factory=list)  # of every run, as for python -m train

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import torch
 
-from train import cli
+from train import cli, readme
 from train.reproduce import cell as cell_module
 from train.reproduce import plot, record, rows, tables
 from train.reproduce.__main__ import COMMAND, main
-from train.reproduce.kernels import check_attention
+from train.reproduce.kernels import Class, check_attention
 from train.reproduce.monitor import summarize
 from train.schema import ReproduceConfig
 
@@ -38,9 +38,10 @@ def one(*arguments: str) -> rows.Cell:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def quick() -> Iterator[None]:
-    """No second of matrix products, no process for each cell."""
+def quick(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """No second of matrix products, no process for each cell; runs go into a temporary folder."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("here"))
         for module in ("train.callbacks.throughput", "train.reproduce.probe"):
             patch.setattr(f"{module}.sustained_matmul_flops", lambda *args: 1e11)
         patch.setattr(cell_module, "run_apart", lambda cell: cell_module.measure(cell, time.time()))
@@ -79,8 +80,8 @@ def test_a_cell_has_every_figure(book: dict[str, Any], folder: Path) -> None:
     losses = [cell["loss"] for cell in book["cells"]]
     assert losses == pytest.approx([losses[0]] * 3, rel=1e-4), "the same run but for the attention"
     names = {path.name for path in (folder / "whole").iterdir()}
-    assert names >= {"reproduce.json", "reproduce.png", "tables.md", "runs"}
-    run = folder / "whole" / "runs" / "debug-dense-eager"
+    assert names >= {"reproduce.json", "reproduce.png", "tables.md"}
+    run = Path(rows.RUN_ROOT) / "debug-dense-eager"
     assert not list((run / "checkpoints").glob("*")), "a measured run saves nothing"
     assert not (run / "report.html").exists()
 
@@ -389,7 +390,7 @@ def test_table_beside_the_papers() -> None:
     assert row.endswith("| 142 (45.5%) | 189 (60.6%) | 196 (62.8%) |")
     details = tables.details(book)
     assert "| 1.06 of SDPA flash's | 70 | 51 |" in details
-    assert "1.3B, 2k dense, eager: out of memory; needs about" in details
+    assert "- 1.3B, 2k dense, eager: out of memory; needs about" in details
     notes = tables.notes(book)
     for said in ("NVIDIA H200", "commit abc", "670 to 680 TFLOP/s", "1700 to 1700 MHz", "throttled by power cap"):
         assert said in notes
@@ -407,6 +408,20 @@ def test_pictures(tmp_path: Path) -> None:
     assert plot.plot_table(book, tmp_path / "table.png")
     assert (tmp_path / "table.png").stat().st_size > 5000
     assert not plot.plot_table({**book, "cells": []}, tmp_path / "none.png")
+
+
+def test_the_readme_takes_its_table_from_the_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(readme, "ROOT", tmp_path)
+    assert "No record yet: `python -m train.reproduce" in readme.reproduce_table()
+    seconds = {kind.value: 0.1 for kind in Class}
+    found = {"wall_s": 0.1 * len(seconds), "seconds": seconds, "kernels": {}, "timed_step_s": 1.0}
+    budget = {**found, "copy_bytes_per_s": 4e12}
+    written(tmp_path / readme.REPRODUCED, measured("fa2", "1", 67_600.0, budget=budget))
+    text = readme.reproduce_table()
+    assert "| 1.3B, 2k | 615 (61.5%) | 142 (45.5%) |" in text
+    assert "![mfu beside the paper's](train/results/reproduce_h200/reproduce.png)" in text
+    assert "(train/results/reproduce_h200/budget_1.3b_2k_dense_fa2.png)" in text
+    assert "| optimiser | 100.0 |" in text
 
 
 def test_a_variant_does_not_hide_the_recipe() -> None:
@@ -429,5 +444,6 @@ def test_samples_of_the_gpu() -> None:
     assert summarize([]) == {}
 
 
-def test_process_start_is_a_moment_ago() -> None:
-    assert 0 <= time.time() - cell_module.process_start() < 3600
+def test_a_copy_without_history_is_told_its_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FA2_COMMIT", "abc")
+    assert record.describe_machine(torch.device("cpu"))["commit"] == "abc"

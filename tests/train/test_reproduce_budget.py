@@ -211,6 +211,7 @@ def test_table_sentences_and_picture(trace: dict[str, Any], tmp_path: Path) -> N
 
 def test_the_ranges_of_a_real_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU has no kernels: some of its operators play them. The trainer's own ranges tell what they belong to."""
+    monkeypatch.chdir(tmp_path)
     for module in ("train.callbacks.throughput", "train.reproduce.probe"):
         monkeypatch.setattr(f"{module}.sustained_matmul_flops", lambda *args: 1e11)
     monkeypatch.setattr("train.reproduce.probe._copy_bytes_per_second", lambda device: 1e10)

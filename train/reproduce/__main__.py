@@ -35,9 +35,8 @@ def run(config: ReproduceConfig) -> None:
     said = "\n\n".join(part for part in (tables.summary(book), tables.details(book), tables.notes(book)) if part)
     for cell in book["cells"]:
         if "budget" in cell:
-            name = f"budget_{cell['row']}_{cell['data']}_{cell['attention']}"
-            said += f"\n\nTime budget of {name.removeprefix('budget_')}\n\n{tables.budget_table(cell)}"
-            plot.plot_budget(cell, folder / f"{name}.png")
+            said += f"\n\n{tables.budget_name(cell)}\n\n{tables.budget_table(cell)}"
+            plot.plot_budget(cell, folder / f"{tables.budget_name(cell)}.png")
     (folder / "tables.md").write_text(said + "\n", encoding="utf-8")
     plotted = plot.plot_table(book, folder / "reproduce.png")
     print(f"\n{said}\n\nwritten to {path}, tables.md{' and reproduce.png' if plotted else ''}", flush=True)

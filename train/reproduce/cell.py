@@ -40,8 +40,10 @@ def outcome(cell: Cell) -> Result:
     if reason := does_not_fit(cell, device_memory(device())):
         return described | {"status": "does_not_fit", "reason": reason}
     try:
-        # here, so that building fa2's kernels at their first use belongs to no cell's start
+        # here, so that what is done once (building fa2's kernels, tokenizing) belongs to no cell's start
         build.build_attention(cell.config, lambda line: None)
+        if cell.data == "packed":
+            build.build_data(cell.config)
     except ValueError as error:
         return described | {"status": "refused", "reason": str(error)}
     return described | run_apart(cell)
@@ -79,7 +81,7 @@ def run_apart(cell: Cell) -> Result:
     """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "result.json"
-        process = multiprocessing.get_context("spawn").Process(target=_child, args=(cell, path))
+        process = multiprocessing.get_context("spawn").Process(target=_child, args=(cell, path, time.time()))
         process.start()
         try:
             process.join()
@@ -92,15 +94,15 @@ def run_apart(cell: Cell) -> Result:
     return {"status": "crashed", "reason": f"its process ended with code {process.exitcode}"}
 
 
-def _child(cell: Cell, path: Path) -> None:
-    write_json(path, measure(cell, process_start()))
+def _child(cell: Cell, path: Path, started: float) -> None:
+    write_json(path, measure(cell, started))
 
 
 def measure(cell: Cell, started: float) -> Result:
     """Runs the cell here; an error is a result like any other.
 
     Args:
-        started: when the cell's command began, on the clock of `time.time`.
+        started: when the cell's process was begun, on the clock of `time.time`.
     """
     # as `python -m train` does, before torch starts its threads
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -134,13 +136,3 @@ def _of_run(cell: Cell) -> Result:
         **{key: surroundings[key] for key in ("precision", "compile")},
         "packing": {key: packing[key] for key in kept},
     }
-
-
-def process_start() -> float:
-    """When this process began, on the clock of `time.time`: before Python had read a line."""
-    try:
-        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-        uptime = float(Path("/proc/uptime").read_text().split()[0])
-    except (OSError, ValueError, IndexError):  # no Linux: this is the nearest
-        return time.time()
-    return time.time() - uptime + ticks / os.sysconf("SC_CLK_TCK")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from train.reproduce.kernels import Class
 from train.reproduce.tables import A100_PEAK_TFLOPS, BACKENDS, PAPER, TITLES, work_of
 
 Record = dict[str, Any]
@@ -31,18 +32,18 @@ def plot_table(record: Record, path: Path) -> bool:
     key = "mfu" if all(cell["mfu"] is not None for cell in cells) else "gemm_util"
     there = {(cell["row"], cell["data"]) for cell in cells}
     rows = [(row, data) for data in ("dense", "packed") for row in TITLES if (row, data) in there]
-    names = [name for name in BACKENDS if any(cell["attention"] == name for cell in cells)]
-    figure, axis = pyplot.subplots(figsize=(max(6.0, 1.8 * len(rows)), 4.2), layout="constrained")
-    width = 0.8 / len(names)
-    for i, name in enumerate(names):
-        shown: dict[int, float] = {}
+    figure, axis = pyplot.subplots(figsize=(max(7.0, 1.6 * len(rows)), 4.6), layout="constrained")
+    for at, row in enumerate(rows):
+        here: dict[str, Record] = {}
         for cell in cells:
-            if cell["attention"] == name:
-                at = rows.index((cell["row"], cell["data"]))
-                if at not in shown or cell["recipe"]:
-                    shown[at] = 100 * cell[key]
-        places = [at + (i - (len(names) - 1) / 2) * width for at in shown]
-        axis.bar(places, list(shown.values()), 0.95 * width, color=_COLORS[name], label=BACKENDS[name])
+            name = cell["attention"]
+            if (cell["row"], cell["data"]) == row and (name not in here or cell["recipe"]):
+                here[name] = cell
+        width = 0.8 / max(4, len(here))
+        names = [name for name in BACKENDS if name in here]
+        for i, name in enumerate(names):
+            place = at + (i - (len(names) - 1) / 2) * width
+            axis.bar([place], [100 * here[name][key]], 0.95 * width, color=_COLORS[name], label=BACKENDS[name])
     if key == "mfu":
         for i, (title, style) in enumerate((("no flash", ":"), ("FlashAttention 1", "--"), ("FlashAttention-2", "-"))):
             lines = [(at, PAPER[row][i]) for at, (row, data) in enumerate(rows) if data == "dense" and row in PAPER]
@@ -58,7 +59,8 @@ def plot_table(record: Record, path: Path) -> bool:
     axis.set_xticks(range(len(rows)), [f"{TITLES[row]}\n{data}" for row, data in rows])
     axis.set_ylabel(f"{key}, %")
     axis.set_title(record["machine"]["gpu"] or record["machine"]["cpu"], fontsize=10)
-    axis.legend(fontsize=7, ncols=2)
+    labelled = dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))  # each once
+    figure.legend(labelled.values(), labelled.keys(), fontsize=8, ncols=4, loc="outside lower center")
     axis.grid(axis="y", alpha=0.3)
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
@@ -78,9 +80,9 @@ def plot_budget(cell: Record, path: Path) -> bool:
     wall = found["wall_s"]
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 5), width_ratios=(1, 1.6), layout="constrained")
     bottom = 0.0
-    for i, (name, seconds) in enumerate(found["seconds"].items()):
+    for name, seconds in found["seconds"].items():
         share = 100 * seconds / wall
-        left.bar([0], [share], bottom=[bottom], color=f"C{i}" if i < 10 else "lightgray", label=f"{name} {share:.1f}%")
+        left.bar([0], [share], bottom=[bottom], color=_part_color(name), label=f"{name} {share:.1f}%")
         bottom += share
     left.set_xlim(-0.5, 1.6)
     left.set_xticks([])
@@ -94,6 +96,13 @@ def plot_budget(cell: Record, path: Path) -> bool:
     return True
 
 
+def _part_color(name: str) -> Any:
+    """The same in both pictures."""
+    from matplotlib import colormaps
+
+    return colormaps["tab20"]([kind.value for kind in Class].index(name))
+
+
 def _roofline(axis: Any, cell: Record) -> None:
     found = cell["budget"]
     slope = found["copy_bytes_per_s"] / 1e12  # TFLOP/s at one FLOP a byte
@@ -105,16 +114,19 @@ def _roofline(axis: Any, cell: Record) -> None:
     for (name, height), style in zip(ceilings.items(), ("-", "--"), strict=False):
         corner = height / slope
         axis.plot([left, corner, right], [left * slope, height, height], "k" + style, linewidth=1, label=name)
-    for i, (name, (flops, moved)) in enumerate(intensities(cell).items()):
+    lowest = left * slope
+    for name, (flops, moved) in intensities(cell).items():
         seconds = found["seconds"].get(name, 0.0)
         if seconds > 0:
-            axis.plot([flops / moved], [flops / seconds / 1e12], "o", color=f"C{i}", label=name)
+            reached = flops / seconds / 1e12
+            lowest = min(lowest, reached / 2)
+            axis.plot([flops / moved], [reached], "o", color=_part_color(name), label=name)
     step = sum(work_of(cell).values()) / found["wall_s"] / 1e12
     axis.axhline(step, color="tab:red", linewidth=1, linestyle=":", label="the whole step")
     axis.set_xscale("log")
     axis.set_yscale("log")
     axis.set_xlim(left, right)
-    axis.set_ylim(left * slope, 2 * highest)
+    axis.set_ylim(lowest, 2 * highest)
     axis.set_xlabel("FLOPs a byte that must move")
     axis.set_ylabel("TFLOP/s")
     axis.grid(alpha=0.3)

@@ -39,7 +39,7 @@ class Probe(Callback):
         warm_steps: steps before the clock starts.
         steps: timed steps.
         with_budget: profile one step more.
-        started: when the command began, on the clock of `time.time`.
+        started: when the run's process was begun, on the clock of `time.time`.
         say: hears what is done.
 
     Raises:

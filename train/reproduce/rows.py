@@ -16,6 +16,7 @@ from train.dry_run import vocabulary
 from train.schema import ReproduceConfig, RunConfig
 
 GIB = 1 << 30
+RUN_ROOT = "runs/reproduce"  # where each cell leaves its run, in place of an earlier one
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,7 @@ def _cell(config: ReproduceConfig, row: str, data: str, attention: str) -> Cell:
         *(_PACKED if data == "packed" else ()),
         f"attention={attention}",
         f"name={row}-{data}-{attention}",
-        f"run_root={config.output}/runs",
+        f"run_root={RUN_ROOT}",
         "overwrite=true",
         "optim.warmup_steps=0",
         f"trainer.max_steps={steps + config.budget}",

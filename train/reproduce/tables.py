@@ -125,7 +125,7 @@ def details(record: Record) -> str:
             if cell is None or cell["status"] == "not_applicable":
                 continue
             if cell["status"] != "ok":
-                without.append(f"{TITLES[row]} {data}, {BACKENDS[name]}: {_reason(cell)}.")
+                without.append(f"- {TITLES[row]} {data}, {BACKENDS[name]}: {_reason(cell)}.")
                 continue
             peak = cell.get("peak_memory_bytes")
             lines.append(
@@ -225,14 +225,33 @@ def _of_packed(cells: Sequence[Record]) -> list[str]:
     ]
 
 
+_IN_WORDS = {
+    "loss, the rest": "the loss beside its GEMM",
+    "clipping": "the gradients' norm",
+    "optimiser": "the optimiser",
+    "elementwise": "elementwise kernels",
+    "data and its copy": "waiting for data and copying it",
+    "gaps between kernels": "gaps between kernels, where the host is late",
+    "logging": "logging, in a step that logs",
+}
+
+
 def budget_sentences(cell: Record) -> list[str]:
     """Where a step's time went, in words, the largest loss first."""
     seconds, wall = cell["budget"]["seconds"], cell["budget"]["wall_s"]
     work = ("GEMM", "attention", "loss, its GEMM")
     lost = sorted(((s, name) for name, s in seconds.items() if name not in work and s > 0), reverse=True)
     lines = [f"{sum(seconds[name] for name in work) / wall:.1%} of the step is matrix products and attention."]
-    lines += [f"You lose {s / wall:.1%} to {'the ' if name[0] in 'lo' else ''}{name}." for s, name in lost]
-    return lines
+    lines += [f"You lose {s / wall:.1%} to {_IN_WORDS.get(name, name)}." for s, name in lost]
+    sustained = 1e12 * sum(cell["matmul_tflops"]) / len(cell["matmul_tflops"])
+    rates = work_of(cell)
+    reached = [f"{name} {rates[name] / seconds[name] / sustained:.0%}" for name in work if seconds[name] > 0]
+    return [*lines, f"Of the sustained matmul rate reach: {'; '.join(reached)}."]
+
+
+def budget_name(cell: Record) -> str:
+    """Of its picture, without the ending."""
+    return f"budget_{cell['row']}_{cell['data']}_{cell['attention']}"
 
 
 def budget_table(cell: Record) -> str:
