@@ -70,7 +70,8 @@ def test_a_cell_has_every_figure(book: dict[str, Any], folder: Path) -> None:
         assert cell["n_params"] == pytest.approx(1024 * 64 + 2 * 12 * 64 * 64, rel=0.1)
         assert 0 < cell["mfu_exact"] < cell["mfu"] < 1
         assert cell["gemm_util"] == pytest.approx(cell["mfu_exact"] * 1000e12 / 1e11)
-        assert cell["tokens_per_s"] == pytest.approx(1024 / sum(cell["step_seconds"]), rel=0.2)
+        assert cell["tokens_per_s"] == pytest.approx(1024 / sum(cell["step_seconds"]))
+        assert min(cell["step_seconds"]) > 0
         assert 0 < cell["seconds_to_first_step"] < cell["seconds_to_first_step_done"]
         assert cell["matmul_tflops"] == [0.1, 0.1]
         assert cell["precision"] == "32-true"
@@ -92,7 +93,7 @@ def test_tables(book: dict[str, Any]) -> None:
     assert summary.count("\n") == 2
     details = tables.details(book)
     assert details.count("debug dense") == 3
-    assert "1,0" not in tables.notes(book)
+    assert "invocations" not in tables.notes(book)
     assert "512 tokens a step" in tables.notes(book)
 
 
@@ -357,6 +358,7 @@ def test_records_of_one_machine_and_commit_are_joined(tmp_path: Path) -> None:
         ("sdpa_flash", "2", "ok"),
     ]
     assert [i["id"] for i in joined["invocations"]] == ["1", "2"]
+    assert "Cells of 2 invocations" in tables.notes(joined)
     assert "| 1.12 of SDPA flash's |" in tables.details(joined), "never of cuDNN, which ran in another invocation"
     assert record.open_record(a, dict(MACHINE), [])["cells"] == json.loads(a.read_text())["cells"]
 

@@ -62,10 +62,11 @@ class Probe(Callback):
         self.started = started
         self.say = say
         self.result: dict[str, Any] = {}
-        self._marks: list[Any] = []  # one before the timed steps, and one after each
+        self._marks: list[Any] = []  # before the timed steps, and after each but the last
         self._matmul_flops: list[float] = []
         self._tokens = self._sum_len_sq = 0
         self._stack = ExitStack()
+        self._step_seconds: list[float] = []
         self._copy_rate = 0.0
         self.monitor = Monitor(None)
         self._profiler: profile | None = None
@@ -96,8 +97,9 @@ class Probe(Callback):
             self._end_profile()
             return
         if step > self.warm_steps:
-            self._mark()
             self._count(batch)
+            if step < self.warm_steps + self.steps:
+                self._mark()
         if step == self.warm_steps:
             with self.throughput.paused():
                 self._before()
@@ -120,14 +122,14 @@ class Probe(Callback):
             stats = {"peak": torch.cuda.max_memory_allocated, "reserved": torch.cuda.max_memory_reserved}
             self.result |= {f"{name}_memory_bytes": read(self.device) for name, read in stats.items()}
         self._measure_matmul()
-        row, seconds = self.throughput.row, self._step_seconds()
-        # The steps' own clock, host and device synchronised at both ends, is Throughput's; the marks show the spread.
+        row = self.throughput.row
         total = self._tokens / row["tokens_per_s"]
+        self._step_seconds = self._divide(total)
         exact = exact_flops(self.throughput.config, self._tokens, self._sum_len_sq) / total
         rate = statistics.mean(self._matmul_flops)
         self.result |= {
             "tokens_per_s": row["tokens_per_s"],
-            "step_seconds": seconds,
+            "step_seconds": self._step_seconds,
             "mfu": row.get("mfu"),
             "mfu_exact": row.get("mfu_exact"),
             "gemm_util": exact / rate,
@@ -167,10 +169,13 @@ class Probe(Callback):
         else:
             self._marks.append(time.perf_counter())
 
-    def _step_seconds(self) -> list[float]:
-        """Of each timed step; the device has caught up."""
+    def _divide(self, total: float) -> list[float]:
+        """Seconds of each timed step: Throughput's clock has their sum, host and device synchronised at both ends, and
+        the marks their limits. (What the other callbacks do at a log point stands between that clock's end and here.)
+        """
         pairs = zip(self._marks, self._marks[1:], strict=False)
-        return [a.elapsed_time(b) / 1e3 if self.on_gpu else b - a for a, b in pairs]
+        seconds = [a.elapsed_time(b) / 1e3 if self.on_gpu else b - a for a, b in pairs]
+        return [*seconds, total - sum(seconds)]
 
     def _attention_kernels(self, trainer: Trainer, module: GPTModule, batch: StreamItem) -> list[str]:
         """Names of attention's kernels in one more micro-batch, forward and backward; checked."""
@@ -202,7 +207,7 @@ class Probe(Callback):
         self.result["budget"] = {
             **budget.read_trace(trace).as_record(),
             "copy_bytes_per_s": self._copy_rate,
-            "timed_step_s": statistics.median(self._step_seconds()),
+            "timed_step_s": statistics.median(self._step_seconds),
         }
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

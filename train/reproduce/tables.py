@@ -198,6 +198,8 @@ def notes(record: Record) -> str:
             f"From a run's command to its first step {min(begun):.0f} to {max(begun):.0f} s, to that step's end "
             f"{min(done):.0f} to {max(done):.0f} s."
         )
+    if (count := len({cell["invocation"] for cell in ok})) > 1:
+        text.append(f"Cells of {count} invocations; ratios are of cells of the same one.")
     if any(not cell["recipe"] for cell in ok):
         text.append("*: another micro-batch or other overrides than the recipe's.")
     return " ".join(text)
