@@ -19,7 +19,7 @@ from train.reproduce import cell as cell_module
 from train.reproduce import plot, record, rows, tables
 from train.reproduce.__main__ import COMMAND, main
 from train.reproduce.kernels import Class, check_attention
-from train.reproduce.monitor import summarize
+from train.reproduce.monitor import Monitor, summarize
 from train.schema import ReproduceConfig
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -449,3 +449,25 @@ def test_samples_of_the_gpu() -> None:
 def test_a_copy_without_history_is_told_its_commit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FA2_COMMIT", "abc")
     assert record.describe_machine(torch.device("cpu"))["commit"] == "abc"
+
+
+def test_the_gpu_is_watched_between_start_and_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With an nvidia-smi of an older driver, which knows the reasons by their old name alone."""
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text('#!/bin/sh\ncase "$*" in *clocks_event*) exit 2;; esac\necho "1700, 650.0, 60, 700.00, 0x4"\n')
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr("train.reproduce.monitor._SECONDS", 0.01)
+    monitor = Monitor("GPU-1")
+    monitor.start()
+    deadline = time.time() + 20
+    while len(monitor._lines) < 3 and time.time() < deadline:
+        time.sleep(0.01)
+    monitor.stop()
+    summary = monitor.summary()
+    assert summary["samples"] >= 3
+    assert summary["throttling"] == {"power cap": 1.0}
+    silent = Monitor(None)
+    silent.start()
+    silent.stop()
+    assert silent.summary() == {}
