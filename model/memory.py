@@ -19,7 +19,12 @@ _REFERENCE_SCORES = 3 * 4 * (1 << 24)  # blocks of fp32 scores that the referenc
 
 
 def memory_estimate(
-    config: GPTConfig, micro_batch_tokens: int, precision: str, activation_checkpointing: bool, attention: str
+    config: GPTConfig,
+    micro_batch_tokens: int,
+    precision: str,
+    activation_checkpointing: bool,
+    attention: str,
+    context: int = 0,
 ) -> dict[str, int]:
     """Bytes by part.
 
@@ -27,7 +32,8 @@ def memory_estimate(
         micro_batch_tokens: T, padding included.
         precision: 32-true, bf16-mixed, bf16-true or 64-true.
         activation_checkpointing: blocks keep their input only.
-        attention: fa2, torch or reference.
+        attention: any backend; `eager` keeps each block's attention probabilities, `reference` some blocks of scores.
+        context: tokens of a document, which `eager` needs to know.
 
     Returns:
         weights, gradients, optimiser (AdamW's two moments), activations (saved for the backward pass, and 16-bit copies
@@ -48,6 +54,10 @@ def memory_estimate(
         ends += n_tokens * config.d_model
     copies = operand_bytes * _linear_weights(config) if operand_bytes < weight_bytes else 0
     scores = _REFERENCE_SCORES if attention == "reference" else 0
+    if attention == "eager":
+        probabilities = n_tokens * config.nheads_q * context * operand_bytes  # of one block, over all its pairs
+        kept = 1 if activation_checkpointing else config.n_layer
+        scores = (kept + 2) * probabilities  # and their gradient, before and after the softmax's backward
     exact_bytes = max(4, weight_bytes)
     chunk = min(n_tokens, config.loss_chunk_tokens)
     readout = config.padded_vocab_size * config.d_model

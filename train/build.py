@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from data.config import Source
 from model.config import GPTConfig
 from train.optim import decay_steps
 from train.schema import Attention, RunConfig, Schedule
@@ -97,7 +98,19 @@ def build_attention(config: RunConfig, say: Say = print) -> tuple[str, Attention
 
     device = resolve_device(config)
     dtype = compute_dtype(resolve_precision(config, device))
-    return resolve_attention(config.attention.value, device, dtype, config.model.headdim, say)
+    return resolve_attention(
+        config.attention.value, device, dtype, config.model.headdim, say, documents_fill_the_context(config)
+    )
+
+
+def documents_fill_the_context(config: RunConfig) -> bool:
+    """Whether every document is batch.context tokens long, and micro-batches hold whole ones."""
+    data, batch = config.data, config.batch
+    return (
+        data.source is Source.synthetic
+        and data.synthetic_document_tokens == batch.context
+        and batch.micro_batch_tokens % batch.context == 0
+    )
 
 
 def build_model(config: RunConfig, model_config: GPTConfig, attention: AttentionFn) -> GPT:

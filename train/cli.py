@@ -25,7 +25,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from train.schema import EvaluateConfig, ExportConfig, GenerateConfig, ReportConfig, RunConfig
+from train.schema import EvaluateConfig, ExportConfig, GenerateConfig, ReportConfig, ReproduceConfig, RunConfig
 
 CONF_DIR = Path(__file__).resolve().parent.parent / "conf"
 USER_ERROR = 2
@@ -66,6 +66,7 @@ def register_schemas() -> None:
         ("evaluate", EvaluateConfig),
         ("export", ExportConfig),
         ("report", ReportConfig),
+        ("reproduce", ReproduceConfig),
     ):
         store.store(name=f"{name}_schema", node=schema)
 

@@ -24,7 +24,9 @@ def dry_run(config: RunConfig) -> str:
     ranks = trainer.devices * trainer.num_nodes
     micro_batches = batch.micro_batches(ranks)
     attention = config.attention.value
-    memory = memory_estimate(model, batch.micro_batch_tokens, precision, trainer.activation_checkpointing, attention)
+    memory = memory_estimate(
+        model, batch.micro_batch_tokens, precision, trainer.activation_checkpointing, attention, batch.context
+    )
     tokens = batch.global_batch_tokens
     full_documents = tokens * batch.context  # Σ len² when every document fills the context
     n_params = count_params(model)

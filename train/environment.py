@@ -45,7 +45,12 @@ def cpu_name() -> str:
 
 
 def commit() -> str | None:
-    """The checkout's commit, with `+changes` where tracked files differ from it; None outside a repository."""
+    """The checkout's commit, with `+changes` where tracked files differ from it; None outside a repository.
+
+    `FA2_COMMIT` names it for a copy of the files without their history.
+    """
+    if named := os.environ.get("FA2_COMMIT"):
+        return named
     root = str(Path(__file__).resolve().parent.parent)
     head = _output("git", "-C", root, "rev-parse", "HEAD")
     if head is None:

@@ -68,8 +68,11 @@ class FitResult:
     report: Path  # report.html
 
 
-def fit(config: RunConfig) -> FitResult:
+def fit(config: RunConfig, probe: Callback | None = None) -> FitResult:
     """Train as configured, and print what a user wants to know.
+
+    Args:
+        probe: measures the run, after the other callbacks; such a run validates, saves, samples and reports nothing.
 
     Raises:
         ValueError: a mistake in the configuration, or too many non-finite steps; one sentence each.
@@ -82,10 +85,12 @@ def fit(config: RunConfig) -> FitResult:
     start = plan_start(config, tell, first_rank)
     check_writable(start.run_dir)
     with locked(start.run_dir) if first_rank else nullcontext():
-        return _fit(config, start, tell, first_rank)
+        return _fit(config, start, tell, first_rank, probe)
 
 
-def _fit(config: RunConfig, start: Start, tell: Callable[[str], None], first_rank: bool) -> FitResult:
+def _fit(
+    config: RunConfig, start: Start, tell: Callable[[str], None], first_rank: bool, probe: Callback | None
+) -> FitResult:
     if start.checkpoint is not None:
         check_same_shape(start.checkpoint, plain(config))
     prepared = build.build_data(config, tell, progress=config.trainer.progress_bar and first_rank)
@@ -102,7 +107,7 @@ def _fit(config: RunConfig, start: Start, tell: Callable[[str], None], first_ran
             tell(f"{start.run_dir} is complete: step {start.step} of {config.trainer.max_steps}, nothing left to train")
             _report(start.run_dir, only_if_missing=True)
             return _result(start.run_dir, start.step)
-    return _train(config, start, prepared, model_config, identity, tell)
+    return _train(config, start, prepared, model_config, identity, tell, probe)
 
 
 def _train(
@@ -112,6 +117,7 @@ def _train(
     model_config: GPTConfig,
     identity: dict[str, Any],
     tell: Callable[[str], None],
+    probe: Callback | None,
 ) -> FitResult:
     run_dir, options = start.run_dir, config.trainer
     attention_name, attention = build.build_attention(config, tell)
@@ -174,6 +180,8 @@ def _train(
     )
     baselines = _baselines(prepared) if _is_first_rank() else {}
     callbacks, signals = _callbacks(config, run_dir, prepared, module, precision, identity, baselines, tell)
+    if probe is not None:
+        callbacks = [c for c in callbacks if not isinstance(c, Validation | Checkpoint | Signals | Sample)] + [probe]
     trainer.callbacks.extend(callbacks)  # type: ignore[attr-defined]
 
     summary = {
@@ -193,6 +201,8 @@ def _train(
     if signals.received is not None and _is_first_rank():
         # The others leave quietly: Lightning kills the first rank when one of its children ends with an error code.
         raise SystemExit(128 + signals.received)
+    if probe is not None:
+        return _result(run_dir, step)
     _report(run_dir)
     result = _result(run_dir, step)
     tell(f"done: {run_dir}, report {result.report}, checkpoint {result.checkpoint}")

@@ -61,7 +61,39 @@ def attention_table() -> str:
     return "\n".join(lines)
 
 
-TABLES: dict[str, Callable[[], str]] = {"packing": packing_table, "attention": attention_table}
+def reproduce_table() -> str:
+    if not (ROOT / REPRODUCED).is_file():
+        return "No record yet: `python -m train.reproduce output=train/results/reproduce_h200` makes it."
+    from train.reproduce import tables
+
+    record = _record(REPRODUCED)
+    picture = f"![mfu beside the paper's]({REPRODUCED.replace('.json', '.png')})"
+    parts = [tables.summary(record), tables.details(record), tables.notes(record), picture]
+    if budgets := [cell for cell in record["cells"] if "budget" in cell]:
+        cell = budgets[0]
+        name = tables.budget_name(cell)
+        parts += [
+            f"Where one step of {tables.TITLES[cell['row']]} {cell['data']} with "
+            f"{tables.BACKENDS[cell['attention']]} goes:",
+            tables.budget_table(cell),
+            f"![a step's time, and the roofline]({Path(REPRODUCED).parent.as_posix()}/{name}.png)",
+        ]
+    return "\n\n".join(parts)
+
+
+def a100_table() -> str:
+    from train.reproduce import tables
+
+    return tables.a100_expectation()
+
+
+REPRODUCED = "train/results/reproduce_h200/reproduce.json"
+TABLES: dict[str, Callable[[], str]] = {
+    "packing": packing_table,
+    "reproduce": reproduce_table,
+    "a100": a100_table,
+    "attention": attention_table,
+}
 
 
 def render(text: str) -> str:

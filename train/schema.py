@@ -17,6 +17,10 @@ class Attention(Enum):
     fa2 = "fa2"  # the CUDA kernels of fa2
     torch = "torch"  # torch.nn.attention.varlen.varlen_attn (CUDA)
     reference = "reference"  # fa2's exact PyTorch path, any device
+    # what train.reproduce compares fa2 with: for documents of one length, so for synthetic data that fills the context
+    eager = "eager"  # matrix products and a softmax, every score in memory
+    sdpa_flash = "sdpa_flash"  # torch's FlashAttention-2 kernel under SDPA
+    sdpa_cudnn = "sdpa_cudnn"  # cuDNN's kernel under SDPA (CUDA)
 
 
 class Schedule(Enum):
@@ -218,6 +222,36 @@ class ExportConfig:
 
     def __post_init__(self) -> None:
         _require(bool(self.checkpoint), "checkpoint", "a run directory or a .ckpt file", self.checkpoint)
+
+
+@dataclass
+class ReproduceConfig:
+    """The configuration of `python -m train.reproduce`."""
+
+    rows: list[str] = field(default_factory=lambda: ["1.3b_2k", "1.3b_8k", "2.7b_2k", "2.7b_8k"])
+    attention: list[str] = field(default_factory=lambda: ["eager", "sdpa_flash", "sdpa_cudnn", "fa2", "torch"])
+    documents: list[str] = field(default_factory=lambda: ["dense", "packed"])
+    warm_steps: int = 2  # optimiser steps before the clock starts: the first one compiles
+    steps: int = 3  # optimiser steps that are timed
+    micro_batch_tokens: int | None = None  # null: the recipe's
+    budget: bool = False  # profile one step more, and say where its time went
+    output: str = "runs/reproduce"  # folder of reproduce.json, tables.md and the pictures
+    merge: list[str] = field(default_factory=list)  # records of earlier invocations that go into this one's
+    seconds: float | None = None  # begin no new cell after this long; null: no limit
+    overrides: list[str] = field(default_factory=list)  # of every run, as for python -m train
+
+    def __post_init__(self) -> None:
+        for key in ("warm_steps", "steps"):
+            _require(getattr(self, key) > 0, key, "positive", getattr(self, key))
+        for key in ("micro_batch_tokens", "seconds"):
+            value = getattr(self, key)
+            _require(value is None or value > 0, key, "positive or null", value)
+        backends = [backend.value for backend in Attention if backend is not Attention.auto]
+        for name in self.attention:
+            _require(name in backends, "attention", f"of {', '.join(backends)}", name)
+        for kind in self.documents:
+            _require(kind in ("dense", "packed"), "documents", "of dense, packed", kind)
+        _require(bool(self.output), "output", "a folder", self.output)
 
 
 @dataclass

@@ -57,8 +57,55 @@ def test_fa2s_own_sentence_is_passed_on(monkeypatch) -> None:
 
 
 def test_unknown_name() -> None:
-    with pytest.raises(ValueError, match="attention must be one of auto, fa2, torch, reference, got 'flash'"):
+    with pytest.raises(ValueError, match=r"attention must be one of auto, fa2, torch, .*, got 'flash'"):
         resolve_attention("flash", CPU, torch.float32, 64)
+
+
+@pytest.mark.parametrize("name", sorted(attention.DENSE_BACKENDS))
+def test_dense_backends_need_documents_of_one_length(name: str) -> None:
+    with pytest.raises(ValueError, match=f"attention={name} takes documents of one length only.*attention=fa2"):
+        resolve_attention(name, CPU, torch.float32, 64, say=quiet)
+
+
+def test_cudnn_needs_a_gpu() -> None:
+    with pytest.raises(ValueError, match="attention=sdpa_cudnn cannot run here: needs a CUDA device"):
+        resolve_attention("sdpa_cudnn", CPU, torch.bfloat16, 64, say=quiet, one_length=True)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("name", ["eager", "sdpa_flash"])
+def test_dense_backends_against_the_reference(name: str, compiled: bool) -> None:
+    _, backend = resolve_attention(name, CPU, torch.float32, 8, say=quiet, one_length=True)
+    attend = torch.compile(backend, backend="aot_eager", fullgraph=True) if compiled else backend
+    packed = torch.randn(12, 3 * 2, 8, generator=torch.Generator().manual_seed(0))  # 3 documents of 4 tokens, 2 heads
+    cu_seqlens = torch.tensor([0, 4, 8, 12, 12], dtype=torch.int32)
+    results = []
+    for function in (attend, reference_attention):
+        x = packed.clone().requires_grad_()
+        out = function(*x.split(2, dim=1), cu_seqlens, 4)
+        out.square().sum().backward()
+        results.append((out.detach(), x.grad))
+    torch.testing.assert_close(results[0], results[1])
+
+
+def test_dense_backends_take_views() -> None:
+    x = torch.randn(12, 6, 8)
+    q = attention._heads_first(x[:, :2], 4)
+    assert q.shape == (3, 2, 4, 8)
+    assert q.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+    out = torch.empty(3, 4, 2, 8).transpose(1, 2)  # as FlashAttention returns it
+    assert attention._tokens_first(out).data_ptr() == out.data_ptr()
+
+
+def test_eagers_probabilities_stay_in_the_dtype_of_its_inputs_under_autocast() -> None:
+    q = torch.randn(1, 2, 4, 8, dtype=torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert {x.dtype for x in attention._eager(q, q, q)} == {torch.bfloat16}
+
+
+def test_eager_is_an_operator_by_the_book() -> None:
+    q = torch.randn(1, 2, 4, 8, requires_grad=True)
+    torch.library.opcheck(attention._eager, (q, q, q))
 
 
 @pytest.mark.parametrize(

@@ -66,6 +66,16 @@ def test_activations_are_near_what_autograd_saves(precision: str, config: GPTCon
         assert estimate == pytest.approx(sum(saved.values()), rel=0.15)
 
 
+def test_eager_keeps_every_blocks_probabilities() -> None:
+    config, n_tokens, context = replace(CONFIG, nheads_kv=None), 512, 128
+    without = memory_estimate(config, n_tokens, "bf16-mixed", False, "torch", context)["activations"]
+    with_scores = memory_estimate(config, n_tokens, "bf16-mixed", False, "eager", context)["activations"]
+    pairs = n_tokens // context * context**2
+    assert with_scores - without == (config.n_layer + 2) * config.nheads_q * pairs * 2
+    recomputed = memory_estimate(config, n_tokens, "bf16-mixed", True, "eager", context)["activations"]
+    assert recomputed < with_scores
+
+
 def test_parts() -> None:
     plain = memory_estimate(CONFIG, 1024, "bf16-mixed", False, "torch")
     assert list(plain) == ["weights", "gradients", "optimiser", "activations", "logits"]

@@ -20,6 +20,7 @@ from train.evaluate import COMMAND as EVALUATE
 from train.export import COMMAND as EXPORT
 from train.generate import COMMAND as GENERATE
 from train.optim import build_adamw
+from train.reproduce.__main__ import COMMAND as REPRODUCE
 from train.schema import ReportConfig, RunConfig
 
 # what an option cannot know by itself
@@ -151,7 +152,7 @@ def test_default_options_name_every_key_of_their_group(file: str, schema: str) -
     assert keys == [field.name for field in fields(group)]
 
 
-@pytest.mark.parametrize("command", [GENERATE, EVALUATE, EXPORT, "report"])
+@pytest.mark.parametrize("command", [GENERATE, EVALUATE, EXPORT, REPRODUCE, "report"])
 def test_other_commands_name_every_key_of_their_schema(command: Any) -> None:
     name, schema = ("report", ReportConfig) if command == "report" else (command.config_name, command.schema)
     keys = re.findall(r"^(\w+):", (cli.CONF_DIR / f"{name}.yaml").read_text(), re.MULTILINE)
