@@ -208,15 +208,14 @@ __global__ void __launch_bounds__(Config::kThreads, 1) attention_bwd(__grid_cons
                 (work.bidb * p.lse_batch + steps.head * p.lse_head + work.first_q + first) * kHeadDim,
             shared + Config::kDq, min(kBlockM, work.seqlen_q - first) * kHeadDim * 4);
         ptx::tma_store_commit();
+        ptx::tma_store_wait_read();
+        ptx::mbarrier_arrive(barrier(Barrier::kDqEmpty));
         if (turn != nullptr) {
           ptx::tma_store_wait();
           ptx::fence_async_proxy_global();
           __threadfence();  // the additions come before the turn moves on
           ptx::red_release_add(turn, 1);
-        } else {
-          ptx::tma_store_wait_read();
         }
-        ptx::mbarrier_arrive(barrier(Barrier::kDqEmpty));
       }
       end_work();
     }
