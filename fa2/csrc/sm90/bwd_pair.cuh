@@ -252,6 +252,15 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
                                         transposed_other + k * 16 * Slab::kRow_bytes, true);
       ptx::wgmma_commit();
     };
+    // Deterministic: the turn of a query block moves on a step later, when the additions have long arrived.
+    int* turn_to_pass = nullptr;
+    const auto pass_turn = [&] {
+      if (turn_to_pass == nullptr) return;
+      __threadfence();  // this thread's additions come before
+      sync_warpgroup();
+      if (leader) ptx::red_release_add(turn_to_pass, 1);
+      turn_to_pass = nullptr;
+    };
     // This consumer's share of the block's columns of dQ goes out.
     const auto finish_dq = [&](auto& acc, const BwdWork& work, int m_block, int head) {
       constexpr int kGroups = std::extent_v<std::remove_reference_t<decltype(acc)>, 1> / 2;
@@ -275,13 +284,14 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
           }
         return;
       }
-      int* turn = nullptr;
       if (p.dq_semaphore != nullptr) {
         // Key blocks add to a query block in ascending order; each is four consumers.
-        turn = p.dq_semaphore + (static_cast<int64_t>(work.first_turn) + m_block) * p.nheads_q + head;
+        int* const turn =
+            p.dq_semaphore + (static_cast<int64_t>(work.first_turn) + m_block) * p.nheads_q + head;
         if (leader)
           while (ptx::load_acquire(turn) / 4 != work.tile.block - keys.first) __nanosleep(64);
         sync_warpgroup();
+        turn_to_pass = turn;
       }
       float* const accum = p.dq_accum +
                            (work.bidb * p.lse_batch + head * p.lse_head + work.first_q + row) * kHeadDim +
@@ -293,11 +303,6 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
           for (int j = 0; j < kGroups; ++j)
             ptx::red_add_4(accum + r * 8 * kHeadDim + j * 16, acc[0][2 * j][r * 2], acc[0][2 * j][r * 2 + 1],
                            acc[0][2 * j + 1][r * 2], acc[0][2 * j + 1][r * 2 + 1]);
-      if (turn != nullptr) {
-        __threadfence();  // this thread's additions come before the turn moves on
-        sync_warpgroup();
-        if (leader) ptx::red_release_add(turn, 1);
-      }
     };
     const auto hide = [&](const BwdWork& work, int m_block, float hidden) {
       if (work.blocks.is_full(m_block)) return;
@@ -352,6 +357,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
           } else {
             start_scores<Element, Slab, kKeys, kBlockM, 1>(acc_score, matrix_k, matrix_k);
           }
+          pass_turn();
           ptx::mbarrier_wait(barrier(Barrier::kDsFull), ds_parity);
           ptx::mbarrier_wait(barrier(Barrier::kOtherFull), other_parity);
           ds_parity ^= 1;
@@ -429,6 +435,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
           } else {
             start_scores<Element, Slab, kKeys, kBlockM, 1>(acc_score, matrix_v, matrix_v);
           }
+          pass_turn();
           ptx::mbarrier_wait(barrier(Barrier::kOtherFull), other_parity);
           other_parity ^= 1;
           start_dq(acc_dq);
@@ -444,6 +451,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
         } while (steps.left > 0);
       }
 
+      pass_turn();
       ptx::barrier_sync(1, 256);  // both consumers have finished with K and V
       const float scale = warpgroup == 1 ? 1.f : p.softmax_scale;
       const uint32_t place = shared + (warpgroup == 1 ? Config::kV : Config::kK);
