@@ -101,13 +101,16 @@ def build_attention(config: RunConfig, say: Say = print) -> tuple[str, Attention
 
 
 def build_model(config: RunConfig, model_config: GPTConfig, attention: AttentionFn) -> GPT:
-    """The GPT on the current default device, its blocks recomputed in the backward and compiled as the switches say."""
+    """The GPT on the current default device, its blocks recomputed in the backward and compiled as the switches say.
+
+    Compiling forgets what this process has compiled before: graphs of earlier models count against Dynamo's limit.
+    """
     from model.gpt import GPT
 
     model = GPT(model_config, attention, config.trainer.activation_checkpointing)
     if use_compile(config):
-        for block in model.blocks:
-            block.compile()
+        torch.compiler.reset()
+        model.compile()
     return model
 
 
