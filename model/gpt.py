@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import fa2
 from model.attention import AttentionFn, fa2_attention
 from model.config import GPTConfig, Mlp, Norm, Position
+from model.linear import Linear
 from model.loss import linear_cross_entropy, softmax_in_place, softmax_out_of_place
 from model.rope import rotary_table, rotate
 
@@ -58,8 +59,8 @@ class SelfAttention(nn.Module):
         super().__init__()
         self.nheads_q, self.nheads_kv, self.headdim = config.nheads_q, config.kv_heads, config.headdim
         width_qkv = (self.nheads_q + 2 * self.nheads_kv) * self.headdim
-        self.qkv = nn.Linear(config.d_model, width_qkv, bias=config.bias)
-        self.out = nn.Linear(config.d_model, config.d_model, bias=config.bias)
+        self.qkv = Linear(config.d_model, width_qkv, bias=config.bias)
+        self.out = Linear(config.d_model, config.d_model, bias=config.bias)
 
     def forward(
         self, x: Tensor, rotary: Rotary | None, cu_seqlens: Tensor, max_seqlen: int, attention: AttentionFn
@@ -84,8 +85,8 @@ class FeedForward(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.gated = config.mlp is Mlp.swiglu
-        self.up = nn.Linear(config.d_model, config.ff_width * (2 if self.gated else 1), bias=config.bias)
-        self.down = nn.Linear(config.ff_width, config.d_model, bias=config.bias)
+        self.up = Linear(config.d_model, config.ff_width * (2 if self.gated else 1), bias=config.bias)
+        self.down = Linear(config.ff_width, config.d_model, bias=config.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         up = self.up(x)

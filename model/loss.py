@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from model.linear import add_product
+
 IGNORE = -100
 
 Softmax = Callable[[Tensor, Tensor, int, torch.dtype], tuple[Tensor, Tensor]]
@@ -97,7 +99,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 if dhidden is not None:
                     dhidden[rows] = dlogits @ readout
                 if dweight is not None:
-                    _add_matmul(dweight, dlogits.t(), chunk)
+                    add_product(dweight, dlogits.t(), chunk)
         ctx.save_for_backward(dhidden, dweight)
         ctx.weight_dtype = weight.dtype
         return loss
@@ -151,11 +153,3 @@ def _matmul(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     if a.is_cuda and a.dtype != dtype:
         return torch.mm(a, b, out_dtype=dtype)
     return torch.mm(a, b).to(dtype)
-
-
-def _add_matmul(out: Tensor, a: Tensor, b: Tensor) -> None:
-    """out += a @ b in the dtype of `out`, without rounding the product to 16 bits first."""
-    if a.is_cuda and a.dtype != out.dtype:
-        torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
-    else:
-        torch.addmm(out, a.to(out.dtype), b.to(out.dtype), out=out)

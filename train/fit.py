@@ -157,7 +157,7 @@ def _train(
     seed_generators(config.seed)
     with trainer.init_module():
         model = build.build_model(config, model_config, attention)
-    module = GPTModule(model, config.optim, options.max_steps)
+    module = GPTModule(model, config.optim, options.max_steps, build.copy_dtype(config))
     shape = f"{model_config.n_layer} layers of {model_config.d_model}, {model_config.nheads_q} heads"
     tell(f"model: {model.n_params:,} parameters ({shape}), {precision} on {_device_name(device)}")
     tell(

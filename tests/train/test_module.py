@@ -18,7 +18,7 @@ from model.config import GPTConfig
 from model.gpt import GPT
 from train.datamodule import Prefetcher, StreamItem
 from train.module import GPTModule, StepStatistics
-from train.schema import OptimConfig
+from train.schema import OptimConfig, Schedule
 
 CONTEXT = 16
 
@@ -49,8 +49,10 @@ def tiny() -> GPT:
     return GPT(config, reference_attention)
 
 
-def trained(batches: list[StepBatch], precision: Any = "32-true", **optim: Any) -> GPTModule:
-    module = GPTModule(tiny(), OptimConfig(**{"warmup_steps": 0, **optim}), max_steps=len(batches))
+def trained(
+    batches: list[StepBatch], precision: Any = "32-true", copy_dtype: torch.dtype | None = None, **optim: Any
+) -> GPTModule:
+    module = GPTModule(tiny(), OptimConfig(**{"warmup_steps": 0, **optim}), len(batches), copy_dtype)
     trainer = Trainer(
         accelerator="cpu",
         devices=1,
@@ -97,6 +99,36 @@ def test_every_precision_steps_near_fp32(precision: str) -> None:
     assert got == pytest.approx(expected, rel=0.02)
     moved = [float((p - q).abs().max()) for p, q in zip(other.model.parameters(), tiny().parameters(), strict=True)]
     assert min(moved) > 0, "every parameter has a gradient and moves"
+
+
+def test_copies_of_the_weights_train_like_autocast_and_leave_the_model_as_it_was() -> None:
+    batches = [step_of([micro_batch(s, [16, 9]), micro_batch(s + 9, [10])]) for s in range(6)]
+    exact = trained(batches).statistics.read().loss
+    plain, copies = trained(batches, "bf16-mixed"), trained(batches, "bf16-mixed", torch.bfloat16)
+    expected, got = plain.statistics.read(), copies.statistics.read()
+    assert abs(got.loss - expected.loss) < 2 * abs(expected.loss - exact) + 1e-4 * exact
+    assert got.grad_norm == pytest.approx(expected.grad_norm, rel=0.02)
+    for module in copies.model.modules():
+        assert not any(isinstance(value, torch.Tensor) for value in vars(module).values())
+    assert {p.dtype for p in copies.model.parameters()} == {torch.float32}
+    assert copies.state_dict().keys() == plain.state_dict().keys()
+
+
+def test_a_step_that_is_not_finite_leaves_copies_and_gradient_buffers_clean(monkeypatch: pytest.MonkeyPatch) -> None:
+    batches = [step_of([micro_batch(s, [16, 9]), micro_batch(s + 9, [10])]) for s in range(3)]
+    nats = GPTModule.nats
+    calls = iter(range(100))
+
+    def poisoned(self: GPTModule, batch: VarlenBatch) -> torch.Tensor:
+        return nats(self, batch) * (math.nan if next(calls) == 2 else 1)
+
+    monkeypatch.setattr(GPTModule, "nats", poisoned)
+    skipped = trained(batches, "bf16-mixed", torch.bfloat16, schedule=Schedule.linear, min_lr_ratio=1.0)
+    monkeypatch.undo()
+    before = trained([batches[0], batches[2]], "bf16-mixed", torch.bfloat16, schedule=Schedule.linear, min_lr_ratio=1.0)
+    assert skipped.statistics.read().skipped_steps == 1
+    for mine, theirs in zip(skipped.model.parameters(), before.model.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
 
 
 def test_steps_are_counted_once_each_and_the_mean_is_over_the_interval() -> None:
