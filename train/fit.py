@@ -22,6 +22,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from train import build
 from train.callbacks.checkpoint import Checkpoint, seed_generators
+from train.callbacks.garbage import GarbageCollection
 from train.callbacks.metrics import MetricsWriter, TrainingMetrics
 from train.callbacks.profile import Profile
 from train.callbacks.progress import Progress, say
@@ -236,6 +237,7 @@ def _callbacks(
         MetricsWriter(row),
         checkpoint,
         signals,
+        GarbageCollection(options.log_every),
         Sample(tokenizer, options.sample_prompt, options.sample_tokens, config.seed, run_dir / "samples.txt", tell),
     ]
     if options.progress_bar:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
 
 from data.batch import StepBatch, VarlenBatch
 from model.attention import reference_attention
@@ -50,15 +51,22 @@ def tiny() -> GPT:
 
 
 def trained(
-    batches: list[StepBatch], precision: Any = "32-true", copy_dtype: torch.dtype | None = None, **optim: Any
+    batches: list[StepBatch],
+    precision: Any = "32-true",
+    copy_dtype: torch.dtype | None = None,
+    callbacks: Sequence[Callback] = (),
+    checkpointing: bool = False,
+    **optim: Any,
 ) -> GPTModule:
     module = GPTModule(tiny(), OptimConfig(**{"warmup_steps": 0, **optim}), len(batches), copy_dtype)
+    module.model.activation_checkpointing = checkpointing
     trainer = Trainer(
         accelerator="cpu",
         devices=1,
         precision=precision,
         max_steps=len(batches),
         max_epochs=-1,
+        callbacks=list(callbacks),
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -129,6 +137,35 @@ def test_a_step_that_is_not_finite_leaves_copies_and_gradient_buffers_clean(monk
     assert skipped.statistics.read().skipped_steps == 1
     for mine, theirs in zip(skipped.model.parameters(), before.model.parameters(), strict=True):
         assert torch.equal(mine, theirs)
+
+
+class Cycles(Callback):
+    """Tensors that steps 3 to 5 leave to the garbage collector."""
+
+    def __init__(self) -> None:
+        self.tensors: list[torch.Size] | None = None
+
+    def on_train_batch_end(self, trainer: Trainer, *rest: Any) -> None:
+        if trainer.global_step == 2:
+            gc.collect()
+            gc.disable()
+            gc.set_debug(gc.DEBUG_SAVEALL)
+        elif trainer.global_step == 5:
+            gc.collect()
+            self.tensors = [x.shape for x in gc.garbage if isinstance(x, torch.Tensor)]
+            gc.set_debug(0)
+            gc.garbage.clear()
+            gc.enable()
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("copy_dtype", [None, torch.bfloat16])
+def test_no_tensor_waits_for_the_garbage_collector(checkpointing: bool, copy_dtype: torch.dtype | None) -> None:
+    """So that it may rest between two log points: what it would free is small."""
+    batches = [step_of([micro_batch(s, [16, 9]), micro_batch(s + 9, [10])]) for s in range(6)]
+    cycles = Cycles()
+    trained(batches, "bf16-mixed", copy_dtype, [cycles], checkpointing)
+    assert cycles.tensors == []
 
 
 def test_steps_are_counted_once_each_and_the_mean_is_over_the_interval() -> None:
