@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from model.attention import fa2_attention, reference_attention
 from model.config import GPTConfig, Mlp, Norm, Position
-from model.gpt import GPT
+from model.gpt import GPT, gelu_tanh
 from model.memory import count_params
 
 TINY = GPTConfig(
@@ -301,6 +301,23 @@ def test_training_with_a_bf16_residual_stream_stays_within_bf16_noise() -> None:
     noise = (wide - exact).abs().mean()
     assert 0 < (narrow - exact).abs().mean() < 2 * noise + 1e-3
     assert (narrow[-10:].mean() - exact[-10:].mean()).abs() < 0.01
+
+
+def test_the_compiled_gelu_is_gelu_with_its_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.linspace(-30, 30, 2001, dtype=torch.float64).requires_grad_()
+    expected = F.gelu(x, approximate="tanh")
+    (expected_grad,) = torch.autograd.grad(expected.sum(), x)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 2e-6), (torch.bfloat16, 8e-3)):
+        narrow = x.detach().to(dtype).requires_grad_()
+        y = gelu_tanh(narrow)
+        assert y.dtype == dtype
+        (grad,) = torch.autograd.grad(y.sum(), narrow)
+        if dtype == torch.bfloat16:  # judged where the rounded x lies
+            expected = F.gelu(narrow.double(), approximate="tanh")
+            (expected_grad,) = torch.autograd.grad(expected.sum(), narrow)
+        torch.testing.assert_close(y.double(), expected.double(), rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(grad.double(), expected_grad.double(), rtol=tolerance, atol=2 * tolerance)
 
 
 def test_autocast_keeps_fp32_gradients_and_the_loss_close() -> None:

@@ -56,10 +56,13 @@ def trained(
     copy_dtype: torch.dtype | None = None,
     callbacks: Sequence[Callback] = (),
     checkpointing: bool = False,
+    compiler: Any = None,
     **optim: Any,
 ) -> GPTModule:
     module = GPTModule(tiny(), OptimConfig(**{"warmup_steps": 0, **optim}), len(batches), copy_dtype)
     module.model.activation_checkpointing = checkpointing
+    if compiler is not None:
+        module.model.compile(backend=compiler)
     trainer = Trainer(
         accelerator="cpu",
         devices=1,
@@ -137,6 +140,24 @@ def test_a_step_that_is_not_finite_leaves_copies_and_gradient_buffers_clean(monk
     assert skipped.statistics.read().skipped_steps == 1
     for mine, theirs in zip(skipped.model.parameters(), before.model.parameters(), strict=True):
         assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("copy_dtype", [None, torch.bfloat16])
+def test_nothing_is_compiled_again_after_the_first_step(copy_dtype: torch.dtype | None) -> None:
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled: list[int] = []
+
+    class Count(Callback):
+        def on_train_batch_end(self, *args: Any) -> None:
+            compiled.append(counter.frame_count)
+
+    torch._dynamo.reset()
+    packings = [([16, 9], [10]), ([32 // 4] * 4, []), ([1] * 8, [16, 16]), ([5, 4, 3, 2, 1], [13])]
+    batches = [step_of([micro_batch(s, a), micro_batch(s + 9, b)]) for s, (a, b) in enumerate(packings)]
+    trained(batches, "bf16-mixed", copy_dtype, [Count()], compiler=counter)
+    assert compiled == [4, 4, 4, 4], "embedding, one graph for all blocks, final norm, softmax"
 
 
 class Cycles(Callback):
