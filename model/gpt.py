@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import fa2
-from model.attention import AttentionFn, fa2_attention
+from model.attention import AttentionFn, fa2_attention, reference_attention, torch_attention
 from model.config import GPTConfig, Mlp, Norm, Position
 from model.linear import Linear
 from model.loss import linear_cross_entropy, softmax_in_place, softmax_out_of_place
@@ -259,12 +259,19 @@ class GPT(nn.Module):
         """torch.compile of every part between which a tensor must exist in memory anyway: embedding, blocks, final
         norm, and the loss's softmax. Static shapes, whole graphs; all blocks share one.
 
+        A block may break around an attention that cannot be traced: the reference on a GPU, and one from elsewhere.
+
         Args:
             args, kwargs: further ones of torch.compile.
         """
         options = {"fullgraph": True, "dynamic": False, **kwargs}
-        for part in (*self.blocks, self.norm):
-            part.compile(*args, **options)
+        on_cpu = self.embedding.weight.device.type == "cpu"
+        traceable = self.attention in (fa2_attention, torch_attention) or (
+            on_cpu and self.attention is reference_attention
+        )
+        for block in self.blocks:
+            block.compile(*args, **{**options, "fullgraph": options["fullgraph"] and traceable})
+        self.norm.compile(*args, **options)
         self._embed = torch.compile(embed, *args, **options)
         self._softmax = torch.compile(softmax_out_of_place, *args, **options)
 

@@ -199,6 +199,19 @@ def test_every_part_compiles_once_and_packed_batches_compile_nothing_again(posit
     assert counter.frame_count == 4, "embedding, one graph for all blocks, final norm, softmax"
 
 
+def test_a_block_breaks_around_an_attention_that_cannot_be_traced() -> None:
+    def reads_the_lengths(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
+        assert len(cu_seqlens.tolist()) > 1
+        return reference_attention(q, k, v, cu_seqlens, max_seqlen)
+
+    model = build(dtype=torch.float32)
+    expected = model.loss(*pack(documents(), PADDING))
+    model.attention = reads_the_lengths
+    torch._dynamo.reset()
+    model.compile(backend="aot_eager")
+    torch.testing.assert_close(model.loss(*pack(documents(), PADDING)), expected)
+
+
 def cut(lengths: tuple[int, ...]) -> list[Tensor]:
     generator = torch.Generator().manual_seed(sum(lengths))
     return [torch.randint(61, (n + 1,), generator=generator) for n in lengths]
