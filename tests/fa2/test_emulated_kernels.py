@@ -182,6 +182,8 @@ FAULTS = {
     "barriers are used at once": Fault(
         "  __syncthreads();\n\n  const int warpgroup", "  const int warpgroup", "initialis"
     ),
+    "barriers are not fenced": Fault("ptx::fence_mbarrier_init();", "", "no fence.mbarrier_init"),
+    "the list of tiles is not waited for": Fault("ptx::wait_for_previous_kernel();", "", "has not waited"),
     "O has another swizzle": Fault("Swizzle<Slab::kWidth>", "Swizzle<32>", "race"),
     "operands have another swizzle": Fault("kRowBytes == 128 ? 1 : 2", "kRowBytes == 128 ? 2 : 1", "", WGMMA),
     "operands have another stride": Fault("kEightRows = 8 * kRowBytes", "kEightRows = 4 * kRowBytes", None, WGMMA),
@@ -215,7 +217,9 @@ def test_faults_are_found(name):
     p, right = right_forward(fault.headdim)
     edits = {fault.file: [(fault.text, fault.instead)]}
     faulty = emulation.build("sm90", "fwd", fault.headdim, torch.bfloat16, edits=edits)
-    found = [outcome(faulty, p, right, policy, seed) for policy, seed in ORDERS]
+    # Launches do not overlap where everything happens early.
+    orders = [order for order in ORDERS if order[0] != "early" or "list of tiles" not in name]
+    found = [outcome(faulty, p, right, policy, seed) for policy, seed in orders]
     if fault.error is None:
         assert "wrong result" in found
     else:
