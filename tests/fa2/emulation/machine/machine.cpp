@@ -118,78 +118,68 @@ void resume(Thread& thread) {
   if (!thread.polling) state.idle_polls = 0;
 }
 
+// Takes out one element by putting the last one in its place.
+template <class T>
+void take_out(std::vector<T>& list, size_t i) {
+  std::swap(list[i], list.back());
+  list.pop_back();
+}
+
+// Some piece of asynchronous work, if there is any: half of a store, a load, a warp's next wgmma.
 bool run_async() {
   while (!state.copies.empty() || !state.busy.empty()) {
     const size_t i = random_number() % (state.copies.size() + state.busy.size());
-    if (i >= state.copies.size()) {
-      const size_t j = i - state.copies.size();
-      Warp& warp = *state.busy[j];
-      const bool any = !warp.wgmmas.empty();
-      if (any) execute_wgmma(warp);
-      if (warp.wgmmas.empty()) state.busy[j] = state.busy.back(), state.busy.pop_back();
-      if (any) return true;
-      continue;
-    }
-    const std::shared_ptr<Copy> copy = state.copies[i];
-    const bool any = copy->read || copy->write;
-    if (copy->read) {
-      copy->finish_read();
+    bool done_any;
+    if (i < state.copies.size()) {
+      const std::shared_ptr<Copy> copy = state.copies[i];
+      done_any = copy->read || copy->write;  // else something has waited for it
+      copy->read ? copy->finish_read() : copy->finish();
+      if (!copy->read && !copy->write) take_out(state.copies, i);
     } else {
-      copy->finish();
+      Warp& warp = *state.busy[i - state.copies.size()];
+      done_any = execute_wgmma(warp);
+      if (!done_any) take_out(state.busy, i - state.copies.size());
     }
-    if (!copy->read && !copy->write) state.copies[i] = state.copies.back(), state.copies.pop_back();
-    if (any) {
-      state.idle_polls = 0;
-      return true;
-    }
+    if (!done_any) continue;
+    state.idle_polls = 0;
+    return true;
   }
   return false;
+}
+
+std::string describe_wait(const Block& block, const Wait& wait) {
+  char text[200];
+  if (std::strcmp(wait.what, "barrier") == 0) {
+    const NamedBarrier& b = block.barriers[wait.parity];
+    std::snprintf(text, sizeof text, "barrier %u: %d of %d threads there", wait.parity, b.arrived,
+                  b.threads < 0 ? block.alive : b.threads);
+    return text;
+  }
+  const auto found = block.mbarriers.find(wait.address);
+  if (found == block.mbarriers.end()) return wait.what;
+  const auto before = std::count_if(block.mbarriers.begin(), block.mbarriers.end(),
+                                    [&](const auto& other) { return other.first < wait.address; });
+  const MBarrier& b = found->second;
+  std::snprintf(
+      text, sizeof text,
+      "mbarrier at %u (number %d of the block's), parity %u: phase %u, %d of %d arrivals and %lld bytes "
+      "outstanding",
+      wait.address, static_cast<int>(before), wait.parity, b.phase, b.pending, b.expected,
+      static_cast<long long>(b.bytes));
+  return text;
 }
 
 [[noreturn]] void report_deadlock(const std::vector<std::unique_ptr<Block>>& blocks) {
   std::string text = "deadlock: nothing can run.";
   for (const auto& block : blocks)
     for (const Warp& warp : block->warps) {
-      std::string last;
-      int count = 0;
-      const auto flush = [&] {
-        if (count > 0) text += " (" + std::to_string(count) + " lanes)";
-      };
-      for (int lane = 0; lane < 32; ++lane) {
-        if (!(warp.lanes >> lane & 1)) continue;
-        const Thread& thread = warp.threads[lane];
-        if (thread.done) continue;
-        char line[200];
-        const Wait& wait = thread.wait;
-        if (const auto found = block->mbarriers.find(wait.address);
-            wait.address != 0 && found != block->mbarriers.end()) {
-          const MBarrier& b = found->second;
-          std::snprintf(
-              line, sizeof line,
-              "mbarrier at %u (number %u of the block's), parity %u: phase %u, %d of %d arrivals and "
-              "%lld bytes outstanding",
-              wait.address,
-              static_cast<unsigned>(
-                  std::count_if(block->mbarriers.begin(), block->mbarriers.end(),
-                                [&](const auto& other) { return other.first < wait.address; })),
-              wait.parity, b.phase, b.pending, b.expected, static_cast<long long>(b.bytes));
-        } else if (std::strncmp(wait.what, "barrier", 7) == 0) {
-          const NamedBarrier& b = block->barriers[wait.parity];
-          std::snprintf(line, sizeof line, "barrier %u: %d of %d threads there", wait.parity, b.arrived,
-                        b.threads < 0 ? block->alive : b.threads);
-        } else {
-          std::snprintf(line, sizeof line, "%s", wait.what);
-        }
-        if (last != line) {
-          flush();
-          text += "\n  block " + std::to_string(block->index.x) + ", warp " + std::to_string(warp.index) +
-                  ": " + line;
-          last = line;
-          count = 0;
-        }
-        ++count;
-      }
-      flush();
+      std::map<std::string, int> lanes;
+      for (int lane = 0; lane < 32; ++lane)
+        if ((warp.lanes >> lane & 1) && !warp.threads[lane].done)
+          ++lanes[describe_wait(*block, warp.threads[lane].wait)];
+      for (const auto& [wait, count] : lanes)
+        text += "\n  block " + std::to_string(block->index.x) + ", warp " + std::to_string(warp.index) +
+                ": " + wait + " (" + std::to_string(count) + " lanes)";
     }
   throw std::runtime_error(text);
 }

@@ -227,9 +227,9 @@ void launch_in_order(std::function<void()> run, bool early);
 void finish_launches();
 void wait_for_previous_launch();
 
-// One warp's next wgmma.
-void execute_wgmma(Warp& warp);
-void note_busy(Warp& warp);
+// One warp's next wgmma, if all its lanes have issued it.
+bool execute_wgmma(Warp& warp);
+void note_busy(Warp& warp);  // it has one
 
 // --- implementation of together()
 
