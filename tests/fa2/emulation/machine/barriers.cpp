@@ -100,6 +100,7 @@ void mbarrier_wait(uint32_t address, uint32_t parity) {
     suspend({"mbarrier", address, parity});
   }
   block.races->acquire(current().warp->actor, barrier.completed);
+  hesitate();
 }
 
 void barrier(int id, int threads, bool wait) {

@@ -311,6 +311,12 @@ void poll() {
   suspend({"a poll of global memory", 0, 0});
 }
 
+void hesitate() {
+  if (!chance(2)) return;
+  wake(*running);
+  suspend({"its turn", 0, 0});
+}
+
 void finish_together(Warp& warp) {
   warp.arrived = 0;
   for (uint32_t others = warp.lanes & ~(1u << running->lane); others != 0; others &= others - 1)
