@@ -175,7 +175,8 @@ void suspend(const Wait& wait);
 void wake(Thread& thread);
 // Lets others run; for loops that poll memory.
 void poll();
-// Lets others run now and then: where threads that do not wait for each other meet, such as an atomic addition.
+// Lets others run now and then: where threads that do not wait for each other meet, such as an atomic
+// addition.
 void hesitate();
 
 // Blocks until every lane of the warp is at `at`. The last to come calls work(warp), which finds each lane's
