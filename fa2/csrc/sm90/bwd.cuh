@@ -142,11 +142,12 @@ __global__ void __launch_bounds__(Config::kThreads, 1) attention_bwd(__grid_cons
           slot.next();
           steps.next(work);
         };
-        const bool any = steps.left > 0;
-        if (any) load_queries();  // before the last tile's keys are done with
-        ptx::mbarrier_wait(barrier(Barrier::kKVEmpty), kv_parity ^ 1);
-        kv_parity ^= 1;
-        if (any) {
+        // A tile without queries takes no part in the turns of K and V: its consumers wait for no keys, and could
+        // end it before this has waited for the tile before.
+        if (steps.left > 0) {
+          load_queries();  // before the last tile's keys are done with
+          ptx::mbarrier_wait(barrier(Barrier::kKVEmpty), kv_parity ^ 1);
+          kv_parity ^= 1;
           const Rows rows_k(varlen, work.bidb, work.first_k, work.seqlen_k);
           const int n_first = work.tile.block * kBlockN;
           load(&a.k, Config::kK, Barrier::kKFull, Config::kKV_bytes, kBlockN * Slab::kRow_bytes, rows_k,
@@ -395,9 +396,9 @@ __global__ void __launch_bounds__(Config::kThreads, 1) attention_bwd(__grid_cons
         }
       } while (steps.left > 0);
       ptx::wgmma_wait<0>();
+      __syncwarp();
+      if (lane == 0) ptx::mbarrier_arrive(barrier(Barrier::kKVEmpty));
     }
-    __syncwarp();
-    if (lane == 0) ptx::mbarrier_arrive(barrier(Barrier::kKVEmpty));
     // dK leaves through dQ's space and dV through dS's, so that the next tile's keys come at once.
     ptx::mbarrier_wait(barrier(Barrier::kDqEmpty), dq_parity ^ 1);  // the last dQ has left
     sync_consumers();                                               // both have finished with dS

@@ -167,6 +167,9 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
           load_keys(&a.v, Config::kV, Barrier::kVFull, rows_k, n_first + rank * kKeys, head, 0, Slab::kCount);
           load_keys(&a.k, Config::kOther, Barrier::kVFull, rows_k, n_first + other * kKeys, head,
                     rank * Slab::kCount / 2, Slab::kCount / 2);
+        } else {
+          ptx::mbarrier_arrive(barrier(Barrier::kKFull));
+          ptx::mbarrier_arrive(barrier(Barrier::kVFull));
         }
 #pragma unroll 1
         while (steps.left > 0) load_queries();
@@ -449,6 +452,11 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
           arrive_in_both(Barrier::kDsEmpty);
           finish_dq(acc_dq, work, m_block, head);
         } while (steps.left > 0);
+      } else {
+        // No keys come, but their turn: else this tile could end before the loads have waited for the one before.
+        ptx::mbarrier_wait(barrier(Barrier::kKFull), kv_parity);
+        ptx::mbarrier_wait(barrier(Barrier::kVFull), kv_parity);
+        kv_parity ^= 1;
       }
 
       pass_turn();

@@ -1,0 +1,578 @@
+"""The Hopper backward and the forward's short tiles without a GPU: in the emulator of `emulation/`, against float64 and
+bit by bit against themselves; and faults put into them are found. The cases are those that break attention kernels.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from fa2.bench.correctness import Problem, cu_seqlens, exact, ratios
+
+from . import emulation
+
+pytestmark = pytest.mark.skipif(emulation.why_not() is not None, reason=str(emulation.why_not()))
+
+BF16, FP16 = torch.bfloat16, torch.float16
+# One thread block a tile, with all of a tile's columns of dQ in one; and a cluster of two.
+KERNELS = [(64, BF16), (128, FP16), (256, BF16)]
+MORE_KERNELS = [(d, dtype) for d in (64, 96, 128, 192, 256) for dtype in (BF16, FP16) if (d, dtype) not in KERNELS]
+ORDERS = [("early", 0), ("late", 1), ("random", 2), ("random", 3)]
+each_kernel = pytest.mark.parametrize(("native", "dtype"), KERNELS, ids=str)
+each_other_kernel = pytest.mark.parametrize(("native", "dtype"), MORE_KERNELS, ids=str)
+
+build = functools.cache(emulation.build)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Of torch: the emulator has one, and for tensors this small more threads wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def backward_of(native: int, dtype: torch.dtype) -> emulation.Kernel:
+    return build("sm90", "bwd", native, dtype)
+
+
+def normal(*shape: int, dtype: torch.dtype, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def problem(q_shape, k_shape, headdim, dtype=BF16, heads=(2, 1), tails=(0, 0), **options) -> Problem:
+    """Dense shapes are (batch, seqlen), varlen ones lists of lengths; `tails`: tokens past the last, that hold NaN."""
+    if isinstance(q_shape, list):
+        options |= {"q_lengths": q_shape, "k_lengths": k_shape}
+        q_shape, k_shape = ((sum(n) + tail,) for n, tail in zip((q_shape, k_shape), tails, strict=True))
+    q, dout = (normal(*q_shape, heads[0], headdim, dtype=dtype, seed=i) for i in (0, 3))
+    k, v = (normal(*k_shape, heads[1], headdim, dtype=dtype, seed=i) for i in (1, 2))
+    for x, tail in ((q, tails[0]), (dout, tails[0]), (k, tails[1]), (v, tails[1])):
+        x[len(x) - tail :] = math.nan
+    return Problem(q, k, v, dout, **options)
+
+
+class Forward(NamedTuple):
+    out: Tensor
+    lse: Tensor
+
+
+def forward_of(p: Problem) -> Forward:
+    """What the forward hands to the backward, from float64: shared by the runs that must be bit-equal."""
+    (out, lse, *_), _ = exact(p, torch.float64)
+    out, lse = out.to(p.q.dtype).reshape(p.q.shape), lse.float()
+    if p.q_lengths is None:
+        lse = lse.unflatten(1, p.q.shape[:2]).transpose(0, 1)
+    return Forward(out, lse.contiguous())
+
+
+def run(kernel: emulation.Kernel, p: Problem, forward: Forward, **options) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv; `options` as of a kernel's call."""
+    longest = p.k.shape[1]
+    if p.q_lengths is not None and p.k_lengths is not None:
+        options["cu_seqlens_q"], options["cu_seqlens_k"] = (cu_seqlens(n, "cpu") for n in (p.q_lengths, p.k_lengths))
+        longest = max(p.k_lengths, default=0)
+    # As the public functions: a bound of the longest sequence's keys or more is none.
+    window = tuple(-1 if bound >= longest else bound for bound in p.window)
+    return kernel(
+        p.dout, p.q, p.k, p.v, *forward, causal=p.causal, window=window, softmax_scale=p.scale, **options
+    )  # fmt: skip
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+def check(kernel: emulation.Kernel, p: Problem, **options) -> tuple[Tensor, Tensor, Tensor]:
+    """Within the tolerance, and 0 where no query or no key is."""
+    forward = forward_of(p)
+    got = run(kernel, p, forward, **options)
+    found = ratios(p, (*forward, *got))
+    wrong = {name: ratio for name, ratio in found.items() if not ratio <= 1}
+    assert not wrong, f"error over bound {wrong}: {p} {options}"
+    if p.q_lengths is not None and p.k_lengths is not None:
+        for x, lengths in zip(got, (p.q_lengths, p.k_lengths, p.k_lengths), strict=True):
+            assert bool((x[sum(lengths) :] == 0).all()), f"tokens of no sequence: {p} {options}"
+        assert bool((got[0].movedim(0, -1)[..., (forward.lse == -math.inf).all(0)] == 0).all())
+    return got
+
+
+def check_all(kernel: emulation.Kernel, problems: Sequence[Problem]) -> None:
+    """Each in another order of events, every other one deterministic."""
+    for i, p in enumerate(problems):
+        policy, seed = ORDERS[i % len(ORDERS)]
+        check(kernel, p, policy=policy, seed=seed, deterministic=i % 2 == 1, multiprocessors=2 + 2 * (i % 3))
+
+
+# --- right results
+
+
+def masks(headdim: int, dtype: torch.dtype) -> list[Problem]:
+    """Full, causal, windows; more and fewer queries than keys; rows without keys; groups of query heads."""
+    kw = {"headdim": headdim, "dtype": dtype}
+    return [
+        problem((2, 65), (2, 203), **kw),
+        problem((1, 257), (1, 257), heads=(3, 3), causal=True, **kw),
+        problem((1, 230), (1, 70), causal=True, **kw),  # the first 160 queries see nothing
+        problem((1, 70), (1, 290), causal=True, heads=(1, 1), **kw),
+        problem((1, 290), (1, 290), window=(100, 20), heads=(1, 1), **kw),
+        problem((1, 300), (1, 150), window=(0, 0), heads=(2, 2), **kw),
+        problem((1, 90), (1, 290), window=(-1, 33), heads=(6, 2), **kw),
+        problem((1, 150), (1, 150), window=(17, -1), heads=(7, 1), causal=True, **kw),
+    ]
+
+
+@each_kernel
+def test_masks(native, dtype):
+    check_all(backward_of(native, dtype), masks(native, dtype))
+
+
+@pytest.mark.slow
+@each_other_kernel
+def test_masks_of_other_kernels(native, dtype):
+    check_all(backward_of(native, dtype), masks(native, dtype))
+
+
+def batches(headdim: int, dtype: torch.dtype) -> list[Problem]:
+    """Sequences of no queries, no keys or neither, at either end and between; lengths around tiles; NaN behind them."""
+    kw = {"headdim": headdim, "dtype": dtype}
+    lengths = [1, 63, 64, 65, 127, 128, 129, 200]
+    return [
+        problem([0, 113, 0, 1, 200, 5, 0], [0, 70, 3, 1, 333, 0, 0], heads=(4, 2), causal=True, tails=(7, 70), **kw),
+        problem([5, 0, 140], [0, 6, 260], tails=(1, 129), **kw),
+        problem(lengths, lengths[::-1], heads=(1, 1), causal=True, **kw),
+        problem(lengths, lengths, heads=(2, 2), causal=True, tails=(3, 0), **kw),
+        problem([260, 31, 0, 70], [31, 260, 9, 0], window=(100, 20), tails=(1, 1), **kw),
+    ]
+
+
+@each_kernel
+def test_batches(native, dtype):
+    check_all(backward_of(native, dtype), batches(native, dtype))
+
+
+@pytest.mark.slow
+@each_other_kernel
+def test_batches_of_other_kernels(native, dtype):
+    check_all(backward_of(native, dtype), batches(native, dtype))
+
+
+def check_headdim(headdim: int, native: int, dtype: torch.dtype) -> None:
+    kernel = backward_of(native, dtype)
+    check(kernel, problem([70, 0, 150], [70, 9, 200], headdim, dtype, heads=(2, 1), tails=(2, 3), causal=True))
+    check(kernel, problem((1, 100), (1, 140), headdim, dtype), deterministic=True, seed=1)
+
+
+@pytest.mark.parametrize(("headdim", "native"), [(8, 64), (40, 64), (72, 128), (128, 128), (200, 256), (224, 256)])
+def test_headdims(headdim, native):
+    check_headdim(headdim, native, dict(KERNELS)[native])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("headdim", "native"),
+    [(8, 64), (16, 64), (48, 64), (72, 96), (80, 96), (96, 96), (104, 128), (112, 128), (136, 192), (160, 192),
+     (168, 192), (192, 192), (200, 256), (232, 256), (248, 256)],
+)  # fmt: skip
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+def test_more_headdims(headdim, native, dtype):
+    check_headdim(headdim, native, dtype)
+
+
+@each_kernel
+def test_nothing_to_do(native, dtype):
+    """No query, no key, or no sequence that has both: zeros, and no hang."""
+    kernel = backward_of(native, dtype)
+    for q, k in (([0, 0], [3, 200]), ([3, 200], [0, 0]), ([0], [0])):
+        p = problem(q, k, native, dtype, tails=(2, 130) if sum(q + k) == 0 else (0, 0))
+        forward = Forward(torch.zeros_like(p.q), torch.full((2, len(p.q)), -math.inf))
+        for deterministic in (False, True):
+            gradients = run(kernel, p, forward, deterministic=deterministic)
+            assert all(bool((x == 0).all()) for x in gradients)
+    for rows_q, rows_k in ((0, 130), (130, 0)):
+        p = problem((2, rows_q), (2, rows_k), native, dtype)
+        forward = Forward(torch.zeros_like(p.q), torch.full((2, 2, rows_q), -math.inf))
+        gradients = run(kernel, p, forward, deterministic=True)
+        assert all(bool((x == 0).all()) for x in gradients)
+
+
+KV_EMPTY = "ptx::mbarrier_wait(barrier(Barrier::kKVEmpty)"
+
+
+@pytest.mark.parametrize(("native", "file"), [(64, "sm90/bwd.cuh"), (256, "sm90/bwd_pair.cuh")])
+def test_tiles_without_queries_do_not_overtake_the_loads(native, file):
+    """However slow the thread that loads K and V: a tile without queries waits for nothing that it loads."""
+    slow = {file: [(KV_EMPTY, "for (int i = 0; i < 300; ++i) __nanosleep(64);\n" + KV_EMPTY)]}
+    kernel = emulation.build("sm90", "bwd", native, BF16, edits=slow)
+    p = problem([64, 0, 70], [700, 300, 70], native, window=(0, 0), heads=(1, 1))
+    for policy, seed in ORDERS[1:3]:
+        check(kernel, p, policy=policy, seed=seed, multiprocessors=2)
+
+
+@each_kernel
+def test_large_values_and_odd_scales(native, dtype):
+    kernel = backward_of(native, dtype)
+    p = problem([130, 33], [200, 33], native, dtype, causal=True, scale=0.03)
+    for x in (p.q, p.k):
+        x *= 5
+    check(kernel, p)
+
+
+# --- the same bits
+
+
+def part(p: Problem, forward: Forward, i: int) -> tuple[Problem, Forward, tuple[slice, slice]]:
+    """Sequence i of a batch by itself, and where its rows are."""
+    assert p.q_lengths is not None
+    assert p.k_lengths is not None
+    q, k = (slice(sum(n[:i]), sum(n[: i + 1])) for n in (p.q_lengths, p.k_lengths))
+    alone = Problem(
+        p.q[q], p.k[k], p.v[k], p.dout[q], [p.q_lengths[i]], [p.k_lengths[i]], p.causal, p.window, p.scale
+    )  # fmt: skip
+    return alone, Forward(forward.out[q], forward.lse[:, q].contiguous()), (q, k)
+
+
+@each_kernel
+def test_a_sequence_alone(native, dtype):
+    """As in a batch, packed and dense, bit by bit."""
+    kernel = backward_of(native, dtype)
+    p = problem([70, 133, 257], [70, 200, 190], native, dtype, causal=True)
+    forward = forward_of(p)
+    options = {"deterministic": True, "multiprocessors": 4}
+    batch = run(kernel, p, forward, policy="late", **options)
+    for i in range(3):
+        alone, its, (q, k) = part(p, forward, i)
+        packed = run(kernel, alone, its, seed=i, **options)
+        dense = Problem(*(x[None] for x in (alone.q, alone.k, alone.v, alone.dout)), causal=True)
+        got = run(kernel, dense, Forward(its.out[None], its.lse[None]), seed=i, **options)
+        loose = run(kernel, alone, its, seed=i)
+        for x, y, z, w, rows in zip(batch, packed, got, loose, (q, k, k), strict=True):
+            assert same_bits(x[rows], y)
+            assert same_bits(x[rows], z[0])
+            assert same_bits(x[rows], w) or rows is q
+
+
+@each_kernel
+@pytest.mark.parametrize("poison", [math.nan, math.inf], ids=str)
+def test_sequences_are_kept_apart(native, dtype, poison):
+    """NaN or infinity in one sequence leaves the others as they are, bit for bit, on both sides of it."""
+    kernel = backward_of(native, dtype)
+    lengths = [70, 33, 129, 30]
+    p = problem(lengths, lengths, native, dtype, causal=True)
+    forward = forward_of(p)
+    clean = run(kernel, p, forward, deterministic=True)
+    for bad in (slice(70, 103), slice(103, 232)):
+        q, k, v, dout, out = (x.clone() for x in (p.q, p.k, p.v, p.dout, forward.out))
+        lse = forward.lse.clone()
+        for x in (q, k, v, dout, out):
+            x[bad] = poison
+        lse[:, bad] = math.nan
+        spoiled = Problem(q, k, v, dout, lengths, lengths, causal=True)
+        got = run(kernel, spoiled, Forward(out, lse), deterministic=True, seed=1)
+        for x, y in zip(got, clean, strict=True):
+            assert same_bits(x[: bad.start], y[: bad.start])
+            assert same_bits(x[bad.stop :], y[bad.stop :])
+
+
+def sums_of(kernel: emulation.Kernel, p: Problem, forward: Forward, **options) -> tuple[Tensor, ...]:
+    """dq, dk, dv, and dq's sums in fp32: the order of additions shows there, and seldom after rounding."""
+    scratch = []
+    ordinary = emulation._poisoned
+
+    def kept(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        scratch.append(ordinary(shape, dtype))
+        return scratch[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(emulation, "_poisoned", kept)
+        gradients = run(kernel, p, forward, **options)
+    (sums,) = (x for x in scratch if x.dtype == torch.float32 and x.shape == (*forward.lse.shape, kernel.headdim))
+    return (*gradients, sums)
+
+
+def check_repeats(kernel: emulation.Kernel, p: Problem, orders: Sequence[tuple[str, int, int]]) -> None:
+    forward = forward_of(p)
+    first = sums_of(kernel, p, forward, deterministic=True)
+    for policy, seed, multiprocessors in orders:
+        options = {"policy": policy, "seed": seed, "multiprocessors": multiprocessors}
+        assert all(map(same_bits, sums_of(kernel, p, forward, deterministic=True, **options), first)), options
+        _, *loose = run(kernel, p, forward, **options)
+        assert all(map(same_bits, loose, first[1:3])), options
+
+
+@each_kernel
+def test_any_order_of_events(native, dtype):
+    """Blocks that wait for each other's turn: dk and dv have the same bits in any order, dq when deterministic."""
+    p = problem([130, 5], [900, 5], native, dtype, heads=(1, 1), causal=native == 128)
+    check_repeats(backward_of(native, dtype), p, [("late", 1, 6), ("random", 2, 6), ("random", 3, 4)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("native", [64, 96, 128, 192, 256])
+def test_many_orders_of_events(native):
+    orders = [(policy, seed, sms) for policy in ("early", "late", "random") for seed in range(3) for sms in (2, 4, 6)]
+    for options in ({}, {"causal": True}, {"window": (150, 40)}):
+        p = problem([300, 5, 260], [300, 5, 900], native, heads=(2, 1), **options)
+        check_repeats(backward_of(native, BF16), p, orders)
+
+
+@each_kernel
+def test_the_order_of_blocks_shows(native, dtype):
+    """When not deterministic: otherwise the tests above test nothing."""
+    kernel = backward_of(native, dtype)
+    p = problem((1, 128), (1, 900), native, dtype, heads=(1, 1))
+    forward = forward_of(p)
+    sums = [sums_of(kernel, p, forward, seed=seed, multiprocessors=6)[3] for seed in range(3)]
+    assert not all(same_bits(x, sums[0]) for x in sums)
+
+
+# --- layouts
+
+
+@each_kernel
+@pytest.mark.parametrize("varlen", [True, False])
+def test_strided_inputs_and_packed_gradients(native, dtype, varlen, monkeypatch):
+    """q, k, v of one tensor, dout and out transposed or expanded; the gradients go into one tensor, beside others'."""
+    kernel = backward_of(native, dtype)
+    lengths, heads = [70, 0, 133], 2
+    shape = (sum(lengths) + 3,) if varlen else (2, 133)
+    qkv = normal(*shape, 3, heads, native, dtype=dtype, seed=0)
+    q, k, v = qkv.unbind(-3)
+    dout = normal(*shape[:-1], heads, shape[-1], native, dtype=dtype, seed=1).transpose(-3, -2)
+    options = {"q_lengths": lengths, "k_lengths": lengths} if varlen else {}
+    p = Problem(q, k, v, dout, causal=True, **options)
+    forward = forward_of(p)
+    plain = Problem(*(x.contiguous() for x in (q, k, v, dout)), causal=True, **options)
+    wanted = run(kernel, plain, forward, deterministic=True)
+
+    packed = torch.full((*shape, 4, heads, native), math.nan, dtype=dtype)
+    parts = iter(packed.unbind(-3))
+    ordinary = emulation._poisoned
+    with monkeypatch.context() as patch:
+        patch.setattr(emulation, "_poisoned", lambda s, d: next(parts) if d == dtype else ordinary(s, d))
+        out = forward.out.transpose(-3, -2).contiguous().transpose(-3, -2)
+        got = run(kernel, p, Forward(out, forward.lse), deterministic=True, seed=1)
+    for x, y in zip(got, wanted, strict=True):
+        assert same_bits(x, y)
+    assert bool(packed[..., 3, :, :].isnan().all()), "what lies beside the gradients is untouched"
+
+    one = p.dout[..., :1, :]
+    expanded = Problem(q, k, v, one.expand_as(p.q), causal=True, **options)
+    copied = Problem(q, k, v, one.expand_as(p.q).contiguous(), causal=True, **options)
+    for x, y in zip(*(run(kernel, z, forward, deterministic=True) for z in (expanded, copied)), strict=True):
+        assert same_bits(x, y)
+
+
+# --- the forward's short tiles
+
+SHORT = {
+    "sm90/launch_fwd.cuh": [
+        (
+            "return launch_fwd_tiles<Element<kDType>, FwdConfig<kHeadDim>>(p, stream);",
+            "return launch_fwd_tiles<Element<kDType>, FwdShortConfig<kHeadDim>>(p, stream);",
+        )
+    ]
+}
+
+
+def check_short_tiles(dtype: torch.dtype, orders: Sequence[tuple[str, int]]) -> None:
+    ordinary = build("sm90", "fwd", 128, dtype)
+    short = emulation.build("sm90", "fwd", 128, dtype, edits=SHORT)
+    problems = [
+        problem((2, 200), (2, 200), 128, dtype, causal=True),
+        problem((1, 130), (1, 300), 120, dtype),
+        problem((1, 150), (1, 60), 128, dtype, causal=True, heads=(2, 2)),
+        problem([100, 0, 1, 64, 0, 65], [100, 5, 0, 257, 9, 65], 128, dtype, causal=True, tails=(70, 33)),
+        problem([128, 30, 252], [129, 30, 252], 128, dtype, heads=(3, 3), tails=(1, 0)),
+        problem([250, 17], [250, 17], 128, dtype, window=(64, 17)),
+    ]
+    for i, p in enumerate(problems):
+        wanted = emulation.run(p, ordinary)
+        for policy, seed in orders:
+            got = emulation.run(p, short, policy=policy, seed=seed, multiprocessors=1 + (i + seed) % 3)
+            assert all(same_bits(x, y) for x, y in zip(got, wanted, strict=True)), (str(p), policy, seed)
+
+
+def test_short_forward_tiles():
+    """The bits of the ordinary tiles."""
+    check_short_tiles(BF16, ORDERS[1:3])
+
+
+@pytest.mark.slow
+def test_short_forward_tiles_in_more_orders():
+    for dtype in (BF16, FP16):
+        check_short_tiles(dtype, [(policy, seed) for policy in ("early", "late", "random") for seed in range(4)])
+
+
+# --- faults are found
+
+
+class Fault(NamedTuple):
+    file: str
+    text: str
+    instead: str
+    native: int = 128
+
+
+ONE, PAIR, PARTS, CONFIG = ("sm90/bwd.cuh", "sm90/bwd_pair.cuh", "sm90/bwd_parts.cuh", "sm90/config.h")
+PREPROCESS, LAUNCH = "sm80/bwd_preprocess.cuh", "sm90/launch_bwd.cuh"
+DQ_EMPTY = "ptx::mbarrier_wait(barrier(Barrier::kDqEmpty), dq_parity ^ 1);"
+# What must be seen in some order of events: a wrong result, or an error.
+FAULTS = {
+    # one block
+    "dQ leaves before all have written it": Fault(ONE, "kDqFull), kConsumers * 4)", "kDqFull), kConsumers * 2)"),
+    "dQ is written while it leaves": Fault(ONE, DQ_EMPTY + "  // the last one has left", ""),
+    "dK is written while dQ leaves": Fault(ONE, DQ_EMPTY + "  // the last dQ has left", ""),
+    "dQ is written while dK leaves": Fault(ONE, "if (leader) ptx::tma_store_wait_read();\n    sync", "sync"),
+    "dS is multiplied without a fence": Fault(
+        ONE, "fence_async_proxy();\n        sync_cons", "nop();\n        sync_cons"
+    ),
+    "dS is not waited for": Fault(ONE, "sync_consumers();      // both", "// both"),
+    "dS has one buffer": Fault(ONE, "ds_buffer ^= 1;", ""),
+    "a neighbour's dQ is added to": Fault(ONE, "min(kBlockM, work.seqlen_q - first) * kHeadDim", "kBlockM * kHeadDim"),
+    "dQ's groups do not change places": Fault(ONE, "(j ^ odd)", "j"),
+    "dQ's odd rows are counted in the tile": Fault(ONE, "(work.first_q + m_first + row) & 1", "(m_first + row) & 1"),
+    "96 columns: the second share is the first": Fault(ONE, "if (kShift > 0 && consumer > 0)", "if (false)", 96),
+    "turns are counted from the first key": Fault(ONE, "!= work.tile.block - keys.first", "!= work.tile.block"),
+    "no turns": Fault(ONE, "while (ptx::load_acquire(turn)", "if (ptx::load_acquire(turn)"),
+    "the turn moves on before the addition": Fault(
+        ONE, "ptx::tma_store_wait();\n          ptx::fence_async_proxy_global();", ""
+    ),
+    "the turn does not move on": Fault(ONE, "ptx::red_release_add(turn, 1);", ""),
+    "Q is released before it has been read": Fault(
+        ONE,
+        "ptx::wgmma_wait<1>();\n        ptx::wgmma_pin(acc_dq);",
+        "if (lane == 0) ptx::mbarrier_arrive(barrier(Barrier::kQEmpty + stage));\n"
+        "        ptx::wgmma_wait<1>();\n        ptx::wgmma_pin(acc_dq);\n#define kQEmpty kQEmpty + 1000",
+    ),
+    "dO is not waited for": Fault(ONE, "ptx::mbarrier_wait(barrier(Barrier::kDoFull + stage), slot.parity);", ""),
+    "a parity is the other one": Fault(ONE, "kDoFull + stage), slot.parity)", "kDoFull + stage), slot.parity ^ 1)"),
+    "keys are released while they are multiplied": Fault(
+        ONE, "ptx::wgmma_wait<0>();\n    }\n    __syncwarp();", "}\n    __syncwarp();"
+    ),
+    "dP is read before its product has ended": Fault(ONE, "ptx::wgmma_wait<1>();\n        ptx::wgmma_pin(acc_dp);", ""),
+    "dK's fence": Fault(ONE, "ptx::fence_async_proxy();\n    sync_warpgroup();", "sync_warpgroup();"),
+    "the block ends while dK leaves": Fault(ONE, "if (leader) ptx::tma_store_wait_read();  // shared", "// shared"),
+    "the mask is of the other consumer": Fault(
+        ONE, "kBlockN + consumer * 64 + warp_row + lane / 4", "kBlockN + lane / 4"
+    ),
+    "a tile is left too early": Fault(
+        ONE, "kTileEmpty + i), kConsumers * 4 + 3)", "kTileEmpty + i), kConsumers * 4 + 2)"
+    ),
+    # two blocks
+    "the other's dS is not waited for": Fault(
+        PAIR,
+        "ptx::mbarrier_wait(barrier(Barrier::kOtherFull), other_parity);\n          ds_parity",
+        "ds_parity",
+        256,
+    ),
+    "dS is released by one block": Fault(PAIR, "kDsEmpty), 2 * 2 * 4)", "kDsEmpty), 2 * 4)", 256),
+    "dS's place is not waited for": Fault(
+        PAIR, "ptx::mbarrier_wait_cluster(barrier(Barrier::kDsEmpty), ds_parity ^ 1);", "", 256
+    ),
+    "Q is released by one block": Fault(PAIR, "kQEmpty + i), 2 * 2 * 4)", "kQEmpty + i), 2 * 4)", 256),
+    "Q is released in one block": Fault(
+        PAIR, "ptx::mbarrier_arrive_cluster(ptx::cluster_address(barrier(index), other));", "", 256
+    ),
+    "a tile is left by one block": Fault(PAIR, "kTileEmpty + i), 2 * (2 * 4 + 2))", "kTileEmpty + i), 2 * 4 + 2)", 256),
+    "the tile is copied after its arrival": Fault(
+        PAIR,
+        "const uint32_t copy =",
+        "ptx::mbarrier_arrive_cluster(ptx::cluster_address(barrier(Barrier::kTileFull + work_slot.index), 1));\n"
+        "#define mbarrier_arrive_cluster(x) cluster_rank()\nconst uint32_t copy =",
+        256,
+    ),
+    "P is not waited for": Fault(PAIR, "ptx::mbarrier_wait(barrier(Barrier::kPFull), ds_parity);", "", 256),
+    "dS leaves without a fence": Fault(
+        PAIR, "ptx::fence_async_proxy();\n          sync_warpgroup();  // dS", "sync_warpgroup();  // dS", 256
+    ),
+    "half of dS is copied": Fault(
+        PAIR, "Config::kDs_bytes, ptx::cluster_address", "Config::kDs_bytes / 2, ptx::cluster_address", 256
+    ),
+    "both load the same half of Q": Fault(PAIR, "kBlockM + rank * Config::kQueryBox, steps", "kBlockM, steps", 256),
+    "the other's columns of K": Fault(
+        PAIR, "rank * Slab::kCount / 2, Slab::kCount / 2", "other * Slab::kCount / 2, Slab::kCount / 2", 256
+    ),
+    "barriers are used before the other block is there": Fault(
+        PAIR, "ptx::cluster_sync();\n\n  const int warpgroup", "__syncthreads();\n\n  const int warpgroup", 256
+    ),
+    "a block ends before the other": Fault(PAIR, "ptx::cluster_sync();  // the other block", "// the other block", 256),
+    "keys are overwritten while they are multiplied": Fault(
+        PAIR, "ptx::barrier_sync(1, 256);  // both", "// both", 256
+    ),
+    "a turn is half a tile": Fault(PAIR, "ptx::load_acquire(turn) / 4 !=", "ptx::load_acquire(turn) / 2 !=", 256),
+    "the turn moves on for other warps": Fault(
+        PAIR, "sync_warpgroup();\n        if (leader) ptx::red_release_add", "if (leader) ptx::red_release_add", 256
+    ),
+    "dQ is added past the end": Fault(PAIR, "if (row + r * 8 < work.seqlen_q)\n#pragma", "if (true)\n#pragma", 256),
+    "keys come while dK leaves": Fault(
+        PAIR,
+        "ptx::tma_store_wait_read();\n        ptx::mbarrier_arrive(barrier(Barrier::kKVEmpty));",
+        "ptx::mbarrier_arrive(barrier(Barrier::kKVEmpty));\n        ptx::tma_store_wait_read();",
+        256,
+    ),
+    # what is around them
+    "the queue is read early": Fault(ONE, "ptx::wait_for_previous_kernel();", ""),
+    "the list of tiles is not waited for": Fault(
+        PREPROCESS, "if constexpr (Config::kStartsEarly) ptx::wait_for_previous_kernel();", ""
+    ),
+    "unseeing queries are counted in": Fault(
+        PREPROCESS, "if constexpr (Config::kSkipsUnseeing)", "if constexpr (false)"
+    ),
+    "turns begin anywhere": Fault(PREPROCESS, "p.dq_semaphore[i] = 0;", ";"),
+    "heads are mixed up": Fault(PARTS, "m_block = work.blocks.first, ++head;", "m_block = work.blocks.first;"),
+    "rows past the end have a delta": Fault(
+        PARTS, "p.lse_log2[first + row] : INFINITY", "p.lse_log2[first + row] : NAN"
+    ),
+    "wgmma without its fence": Fault(PARTS, "ptx::wgmma_fence();", ""),
+}
+
+
+@functools.cache
+def fault_problems(native: int) -> list[tuple[Problem, Forward, tuple[Tensor, ...]]]:
+    """Several tiles a block, sequences that end anywhere, windows, rows without keys."""
+    dtype = BF16
+    lengths = [390, 5, 0, 190]
+    found = []
+    for p in (
+        problem(lengths, lengths, native, dtype),
+        problem([300, 200, 130], [300, 90, 900], native, dtype, heads=(1, 1), window=(700, 10)),
+    ):
+        forward = forward_of(p)
+        found.append((p, forward, sums_of(backward_of(native, dtype), p, forward, deterministic=True)))
+    return found
+
+
+def outcomes(fault: Fault) -> list[str]:
+    """By problem and order: the error's text, "wrong result" or ""."""
+    faulty = emulation.build("sm90", "bwd", fault.native, BF16, edits={fault.file: [(fault.text, fault.instead)]})
+    found = []
+    for p, forward, right in fault_problems(fault.native):
+        for policy, seed in ORDERS:
+            try:
+                got = sums_of(faulty, p, forward, deterministic=True, policy=policy, seed=seed, multiprocessors=6)
+                found.append("" if all(map(same_bits, got, right)) else "wrong result")
+            except emulation.EmulationError as error:
+                found.append(str(error))
+    return found
+
+
+QUICK = ["dS has one buffer", "a turn is half a tile"]
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_faults_are_found(name):
+    assert any(outcomes(FAULTS[name]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in FAULTS if name not in QUICK])
+def test_more_faults_are_found(name):
+    assert any(outcomes(FAULTS[name]))
