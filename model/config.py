@@ -50,6 +50,8 @@ class GPTConfig:
     dropout: float = 0.0  # on the two residual branches of each block, and on the embedding
     init_std: float = 0.02  # GPT-3: normal(0, 0.02); output projections divided by sqrt(2 n_layer)
     loss_chunk_tokens: int = 4096  # tokens whose logits exist at once in the loss
+    residual_fp32: bool = False  # under autocast: the residual stream in fp32 instead of the autocast dtype
+    logits_fp32: bool = True  # under autocast: logits as accumulated, instead of rounded to the autocast dtype
 
     def __post_init__(self) -> None:
         sizes = ("vocab_multiple", "max_positions", "n_layer", "d_model", "nheads_q", "loss_chunk_tokens")

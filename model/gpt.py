@@ -9,24 +9,47 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from model.attention import AttentionFn
+import fa2
+from model.attention import AttentionFn, fa2_attention, reference_attention, torch_attention
 from model.config import GPTConfig, Mlp, Norm, Position
-from model.loss import linear_cross_entropy
+from model.linear import Linear
+from model.loss import linear_cross_entropy, softmax_in_place, softmax_out_of_place
 from model.rope import rotary_table, rotate
 
 Rotary = tuple[Tensor, Tensor]  # (cos, sin) of the batch
 
 
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """What a matrix product with `x` runs in: the autocast dtype under autocast, otherwise x's own."""
+    device_type = x.device.type
+    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else x.dtype
+
+
+class LayerNorm(nn.LayerNorm):
+    """nn.LayerNorm in its weight's dtype, whatever x is, that comes out as the next product reads it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.to(self.weight.dtype)).to(compute_dtype(x))
+
+
+class RMSNorm(nn.RMSNorm):
+    """nn.RMSNorm in its weight's dtype, whatever x is, that comes out as the next product reads it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.to(self.weight.dtype)).to(compute_dtype(x))
+
+
 def _norm(config: GPTConfig) -> nn.Module:
     if config.norm is Norm.rmsnorm:
-        return nn.RMSNorm(config.d_model, eps=config.norm_eps)
-    return nn.LayerNorm(config.d_model, eps=config.norm_eps, bias=config.bias)
+        return RMSNorm(config.d_model, eps=config.norm_eps)
+    return LayerNorm(config.d_model, eps=config.norm_eps, bias=config.bias)
 
 
 class SelfAttention(nn.Module):
@@ -36,18 +59,38 @@ class SelfAttention(nn.Module):
         super().__init__()
         self.nheads_q, self.nheads_kv, self.headdim = config.nheads_q, config.kv_heads, config.headdim
         width_qkv = (self.nheads_q + 2 * self.nheads_kv) * self.headdim
-        self.qkv = nn.Linear(config.d_model, width_qkv, bias=config.bias)
-        self.out = nn.Linear(config.d_model, config.d_model, bias=config.bias)
+        self.qkv = Linear(config.d_model, width_qkv, bias=config.bias)
+        self.out = Linear(config.d_model, config.d_model, bias=config.bias)
 
     def forward(
         self, x: Tensor, rotary: Rotary | None, cu_seqlens: Tensor, max_seqlen: int, attention: AttentionFn
     ) -> Tensor:
         qkv = self.qkv(x).unflatten(-1, (-1, self.headdim))  # (T, Hq + 2 Hkv, D)
-        qk, v = qkv.split((self.nheads_q + self.nheads_kv, self.nheads_kv), dim=1)
-        if rotary is not None:
-            qk = rotate(qk, *rotary)
-        q, k = qk.split((self.nheads_q, self.nheads_kv), dim=1)
-        return self.out(attention(q, k, v, cu_seqlens, max_seqlen).flatten(1))
+        if attention is fa2_attention and rotary is None and self.nheads_kv == self.nheads_q:
+            # the projection as it is, and its gradient in one tensor: dq, dk and dv apart would be copied together
+            qkv = qkv.unflatten(1, (3, self.nheads_q))
+            out = fa2.flash_attn_varlen_qkvpacked_func(qkv, cu_seqlens, max_seqlen, causal=True)
+        else:
+            # one split, and q and k turned apart: the backward pass then puts their gradients together in one copy
+            q, k, v = qkv.split((self.nheads_q, self.nheads_kv, self.nheads_kv), dim=1)
+            if rotary is not None:
+                q, k = rotate(q, *rotary), rotate(k, *rotary)
+            out = attention(q, k, v, cu_seqlens, max_seqlen)
+        return self.out(out.flatten(1))
+
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    """F.gelu(x, approximate="tanh"), in the form that suits who runs it.
+
+    tanh(u) = 2 sigmoid(2u) - 1 turns it into x · sigmoid(2u): one exponential, where a compiled tanh has two branches
+    and makes a pass over the widest tensor of a block as long in arithmetic as in memory.
+    """
+    if not torch.compiler.is_compiling():
+        return F.gelu(x, approximate="tanh")
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    scale = 2 * math.sqrt(2 / math.pi)
+    two_u = wide * (scale + 0.044715 * scale * (wide * wide))
+    return (wide * torch.sigmoid(two_u)).to(x.dtype)
 
 
 class FeedForward(nn.Module):
@@ -56,15 +99,15 @@ class FeedForward(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.gated = config.mlp is Mlp.swiglu
-        self.up = nn.Linear(config.d_model, config.ff_width * (2 if self.gated else 1), bias=config.bias)
-        self.down = nn.Linear(config.ff_width, config.d_model, bias=config.bias)
+        self.up = Linear(config.d_model, config.ff_width * (2 if self.gated else 1), bias=config.bias)
+        self.down = Linear(config.ff_width, config.d_model, bias=config.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         up = self.up(x)
         if self.gated:
             gate, value = up.chunk(2, dim=-1)
             return self.down(F.silu(gate) * value)
-        return self.down(F.gelu(up, approximate="tanh"))
+        return self.down(gelu_tanh(up))
 
 
 class Block(nn.Module):
@@ -85,6 +128,35 @@ class Block(nn.Module):
         return x + self.dropout(self.mlp(self.norm_mlp(x)))
 
 
+def embed(
+    tokens: Tensor,
+    positions: Tensor,
+    cu_seqlens: Tensor,
+    table: Tensor,
+    position_table: Tensor | None,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """What enters the first block, before dropout, and the positions, 0 on padding.
+
+    Args:
+        tokens, positions, cu_seqlens: as `GPT.forward`.
+        table: (padded_vocab, d_model).
+        position_table: (max_positions, d_model) of learned positions, or None.
+        dtype: of the residual stream.
+
+    Returns:
+        (T, d_model), a position alone on padding; (T,) positions.
+    """
+    # Padding starts from 0 at position 0: its embedding could reach a gradient as 0 · NaN, and its position may lie
+    # outside the table.
+    real = torch.arange(tokens.shape[0], device=tokens.device) < cu_seqlens[-1]
+    x = torch.where(real[:, None], F.embedding(tokens, table), 0)
+    positions = torch.where(real, positions, 0)
+    if position_table is not None:
+        x = x + F.embedding(positions, position_table)
+    return x.to(dtype), positions
+
+
 class GPT(nn.Module):
     """Decoder-only transformer. Built on the current default device: `with torch.device("cuda"): GPT(...)`.
 
@@ -100,6 +172,8 @@ class GPT(nn.Module):
         self.config = config
         self.attention = attention
         self.activation_checkpointing = activation_checkpointing
+        self._softmax = softmax_in_place
+        self._embed = embed
         self.embedding = nn.Embedding(config.padded_vocab_size, config.d_model)
         learned = config.position is Position.learned
         self.position_embedding = nn.Embedding(config.max_positions, config.d_model) if learned else None
@@ -152,22 +226,17 @@ class GPT(nn.Module):
             raise ValueError(
                 f"model.max_positions must be at least max_seqlen ({max_seqlen}), got {self.config.max_positions}"
             )
-        # Padding starts from 0 at position 0: its embedding could reach a gradient as 0 · NaN, and its position
-        # may lie outside the table.
-        real = torch.arange(tokens.shape[0], device=tokens.device) < cu_seqlens[-1]
-        x = torch.where(real[:, None], self.embedding(tokens), 0)
-        positions = torch.where(real, positions, 0)
-        rotary = None
-        if self.position_embedding is not None:
-            x = x + self.position_embedding(positions)
-        else:
-            rotary = rotary_table(positions, self.config.headdim, self.config.rope_theta)
+        config, table = self.config, self.embedding.weight
+        position_table = None if self.position_embedding is None else self.position_embedding.weight
+        residual = table.dtype if config.residual_fp32 else compute_dtype(table)
+        x, positions = self._embed(tokens, positions, cu_seqlens, table, position_table, residual)
+        rotary = rotary_table(positions, config.headdim, config.rope_theta) if position_table is None else None
         x = self.dropout(x)
         recompute = self.activation_checkpointing and torch.is_grad_enabled()
         for i, block in enumerate(self.blocks):
             inputs = (x, rotary, cu_seqlens, max_seqlen, self.attention if attentions is None else attentions[i])
             if recompute:
-                x = checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=self.config.dropout > 0)
+                x = checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=config.dropout > 0)
             else:
                 x = block(*inputs)
         return self.norm(x)
@@ -176,7 +245,35 @@ class GPT(nn.Module):
         """Sum of nats over the valid targets, () fp32 (float64 for a float64 model); -100 in `targets` is ignored."""
         hidden = self(tokens, positions, cu_seqlens, max_seqlen)
         config = self.config
-        return linear_cross_entropy(hidden, self.readout, targets, config.loss_chunk_tokens, config.vocab_size)
+        return linear_cross_entropy(
+            hidden,
+            self.readout,
+            targets,
+            config.loss_chunk_tokens,
+            config.vocab_size,
+            self._softmax,
+            config.logits_fp32,
+        )
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """torch.compile of every part between which a tensor must exist in memory anyway: embedding, blocks, final
+        norm, and the loss's softmax. Static shapes, whole graphs; all blocks share one.
+
+        A block may break around an attention that cannot be traced: the reference on a GPU, and one from elsewhere.
+
+        Args:
+            args, kwargs: further ones of torch.compile.
+        """
+        options = {"fullgraph": True, "dynamic": False, **kwargs}
+        on_cpu = self.embedding.weight.device.type == "cpu"
+        traceable = self.attention in (fa2_attention, torch_attention) or (
+            on_cpu and self.attention is reference_attention
+        )
+        for block in self.blocks:
+            block.compile(*args, **{**options, "fullgraph": options["fullgraph"] and traceable})
+        self.norm.compile(*args, **options)
+        self._embed = torch.compile(embed, *args, **options)
+        self._softmax = torch.compile(softmax_out_of_place, *args, **options)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores (N, padded_vocab) of the next token; padded ids score −inf, as in the loss."""

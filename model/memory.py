@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from model.config import GPTConfig, Mlp, Norm, Position
 
-# (bytes of a weight, bytes of a 16-bit or wider matmul operand, bytes of the residual stream)
+# (bytes of a weight, bytes of a 16-bit or wider matmul operand)
 _BYTES = {
-    "32-true": (4, 4, 4),
-    "bf16-mixed": (4, 2, 4),
-    "bf16-true": (2, 2, 2),
-    "64-true": (8, 8, 8),
+    "32-true": (4, 4),
+    "bf16-mixed": (4, 2),
+    "bf16-true": (2, 2),
+    "64-true": (8, 8),
 }
 _REFERENCE_SCORES = 3 * 4 * (1 << 24)  # blocks of fp32 scores that the reference attention has at once
 
@@ -44,12 +44,14 @@ def memory_estimate(
     """
     if precision not in _BYTES:
         raise ValueError(f"precision must be one of {list(_BYTES)}, got {precision!r}")
-    weight_bytes, operand_bytes, residual_bytes = _BYTES[precision]
+    weight_bytes, operand_bytes = _BYTES[precision]
+    residual_bytes = weight_bytes if config.residual_fp32 else operand_bytes
     n_tokens, n_params = micro_batch_tokens, count_params(config)
-    block = n_tokens * _block_bytes_per_token(config, operand_bytes, residual_bytes)
+    block = n_tokens * _block_bytes_per_token(config, operand_bytes, weight_bytes)
     block_input = n_tokens * config.d_model * residual_bytes
     blocks = config.n_layer * block_input + block if activation_checkpointing else config.n_layer * block
-    ends = 3 * block_input  # into the final norm, hidden states, their gradient
+    # into the final norm, in its weight's dtype; hidden states, their gradient
+    ends = n_tokens * config.d_model * (weight_bytes + 2 * operand_bytes)
     if config.dropout > 0:
         ends += n_tokens * config.d_model
     copies = operand_bytes * _linear_weights(config) if operand_bytes < weight_bytes else 0
@@ -59,6 +61,7 @@ def memory_estimate(
         kept = 1 if activation_checkpointing else config.n_layer
         scores = (kept + 2) * probabilities  # and their gradient, before and after the softmax's backward
     exact_bytes = max(4, weight_bytes)
+    logit_bytes = exact_bytes if config.logits_fp32 else operand_bytes
     chunk = min(n_tokens, config.loss_chunk_tokens)
     readout = config.padded_vocab_size * config.d_model
     return {
@@ -66,7 +69,7 @@ def memory_estimate(
         "gradients": weight_bytes * n_params,
         "optimiser": 2 * weight_bytes * n_params,
         "activations": blocks + ends + copies + scores,
-        "logits": chunk * config.padded_vocab_size * (exact_bytes + operand_bytes)
+        "logits": chunk * config.padded_vocab_size * (logit_bytes + operand_bytes)
         + readout * (exact_bytes + (operand_bytes if operand_bytes < weight_bytes else 0)),
     }
 
@@ -89,10 +92,10 @@ def _linear_weights(config: GPTConfig) -> int:
     return config.n_layer * config.d_model * (heads * config.headdim + config.d_model + matrices * config.ff_width)
 
 
-def _block_bytes_per_token(config: GPTConfig, operand: int, residual: int) -> int:
+def _block_bytes_per_token(config: GPTConfig, operand: int, weight: int) -> int:
     d_model, headdim = config.d_model, config.headdim
     heads_qk = config.nheads_q + config.kv_heads
-    norms = 2 * (d_model * (residual + operand) + 8)  # input, output as the projection reads it, mean and rstd
+    norms = 2 * (d_model * (weight + operand) + 8)  # what the norm reads and writes, mean and rstd
     qkv = (heads_qk + config.kv_heads) * headdim * operand
     rotated = heads_qk * headdim * operand if config.position is Position.rotary else 0
     attended = d_model * operand + 4 * config.nheads_q  # out, which the projection reads too, and lse

@@ -38,6 +38,7 @@ def check(config: RunConfig) -> None:
         decay_steps(config.optim, config.trainer.max_steps)
     device = resolve_device(config)
     compute_dtype(resolve_precision(config, device))
+    copy_dtype(config)
     if config.attention is not Attention.auto:
         build_attention(config, lambda _: None)  # before hours of tokenizing, not after
     if device.type == "cuda" and config.trainer.devices > torch.cuda.device_count():
@@ -67,6 +68,26 @@ def compute_dtype(precision: str) -> torch.dtype:
         # fp16 needs a loss scaler; bf16 has fp32's range and needs none.
         raise ValueError(f"trainer.precision must be one of {tuple(_COMPUTE_DTYPE)}, got {precision!r}")
     return _COMPUTE_DTYPE[precision]
+
+
+def copy_dtype(config: RunConfig) -> torch.dtype | None:
+    """The dtype of the copies of weights that products run from, or None for none.
+
+    Raises:
+        ValueError: `trainer.weight_copies` with several ranks, or where products run in the weights' own dtype.
+    """
+    if not config.trainer.weight_copies:
+        return None
+    ranks = config.trainer.devices * config.trainer.num_nodes
+    if ranks > 1:
+        raise ValueError(
+            "trainer.weight_copies must be false with several ranks, whose reduction of gradients it would bypass, "
+            f"got true with {ranks}"
+        )
+    precision = resolve_precision(config, resolve_device(config))
+    if precision != "bf16-mixed":
+        raise ValueError(f"trainer.weight_copies must be false unless trainer.precision is bf16-mixed, got {precision}")
+    return compute_dtype(precision)
 
 
 def build_data(config: RunConfig, say: Say = print, progress: bool = True) -> Prepared:
@@ -114,13 +135,16 @@ def documents_fill_the_context(config: RunConfig) -> bool:
 
 
 def build_model(config: RunConfig, model_config: GPTConfig, attention: AttentionFn) -> GPT:
-    """The GPT on the current default device, its blocks recomputed in the backward and compiled as the switches say."""
+    """The GPT on the current default device, its blocks recomputed in the backward and compiled as the switches say.
+
+    Compiling forgets what this process has compiled before: graphs of earlier models count against Dynamo's limit.
+    """
     from model.gpt import GPT
 
     model = GPT(model_config, attention, config.trainer.activation_checkpointing)
     if use_compile(config):
-        for block in model.blocks:
-            block.compile()
+        torch.compiler.reset()
+        model.compile()
     return model
 
 

@@ -22,6 +22,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from train import build
 from train.callbacks.checkpoint import Checkpoint, seed_generators
+from train.callbacks.garbage import GarbageCollection
 from train.callbacks.metrics import MetricsWriter, TrainingMetrics
 from train.callbacks.profile import Profile
 from train.callbacks.progress import Progress, say
@@ -163,7 +164,7 @@ def _train(
     seed_generators(config.seed)
     with trainer.init_module():
         model = build.build_model(config, model_config, attention)
-    module = GPTModule(model, config.optim, options.max_steps)
+    module = GPTModule(model, config.optim, options.max_steps, build.copy_dtype(config))
     shape = f"{model_config.n_layer} layers of {model_config.d_model}, {model_config.nheads_q} heads"
     tell(f"model: {model.n_params:,} parameters ({shape}), {precision} on {_device_name(device)}")
     tell(
@@ -246,6 +247,7 @@ def _callbacks(
         MetricsWriter(row),
         checkpoint,
         signals,
+        GarbageCollection(options.log_every),
         Sample(tokenizer, options.sample_prompt, options.sample_tokens, config.seed, run_dir / "samples.txt", tell),
     ]
     if options.progress_bar:

@@ -16,6 +16,7 @@ from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor
 
 from data.batch import StepBatch, VarlenBatch
+from model.linear import WeightCopies
 from train.datamodule import StreamItem
 from train.optim import (
     apply_hyperparameters,
@@ -74,14 +75,23 @@ class GPTModule(LightningModule):
 
     The loss of a step is Σ nats / Σ targets over all its micro-batches and ranks. A step that is not finite leaves
     weights and optimiser untouched, but counts: the data stream and the schedule go on.
+
+    Args:
+        model: trained in place.
+        optim: optimiser and schedule.
+        max_steps: of the run, where the schedule ends.
+        copy_dtype: products run from copies of the weights in this dtype, made once a step, and add weight gradients
+            up in fp32; on one rank. None leaves casts and gradients to autocast and autograd.
     """
 
-    def __init__(self, model: GPT, optim: OptimConfig, max_steps: int) -> None:
+    def __init__(self, model: GPT, optim: OptimConfig, max_steps: int, copy_dtype: torch.dtype | None = None) -> None:
         super().__init__()
         self.automatic_optimization = False
         self.model = model
         self.optim = optim
         self.max_steps = max_steps
+        self.copy_dtype = copy_dtype
+        self._copies: WeightCopies | None = None
         self._counters: list[float] | None = None  # from a checkpoint, until there is a device to put them on
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -94,6 +104,13 @@ class GPTModule(LightningModule):
         if self._counters is not None:
             self.statistics.load(self._counters)
         apply_hyperparameters(self._optimizer, self.optim)
+        if self.copy_dtype is not None:  # only now: a checkpoint's weights are in, on their device
+            self._copies = WeightCopies(self.model, self.copy_dtype)
+
+    def on_train_end(self) -> None:
+        if self._copies is not None:
+            self._copies.release()
+            self._copies = None
 
     @property
     def _optimizer(self) -> torch.optim.Optimizer:
@@ -108,7 +125,11 @@ class GPTModule(LightningModule):
         norm = gradient_norm(optimizer)
         found_inf = guard_step(optimizer, loss, norm, self.optim.clip_grad_norm)
         self.optimizers().step()  # type: ignore[union-attr]  # Lightning's wrapper counts global_step
-        optimizer.zero_grad()
+        if self._copies is None:
+            optimizer.zero_grad()
+        else:
+            self._copies.refresh()
+            self._copies.zero_gradients()
         self.statistics.update(loss, norm, found_inf)
 
     def _backward(self, batch: StepBatch) -> Tensor:

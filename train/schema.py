@@ -86,7 +86,8 @@ class TrainerConfig:
     num_nodes: int = 1
     strategy: str = "auto"  # a Lightning strategy name
     precision: str | None = None  # null: bf16-mixed on a GPU, 32-true on a CPU
-    compile: bool | None = None  # torch.compile of the blocks; null: on a GPU yes, on a CPU no
+    compile: bool | None = None  # torch.compile of the model, part by part; null: on a GPU yes, on a CPU no
+    weight_copies: bool = False  # bf16-mixed, one rank: cast weights once a step, add weight gradients up in products
     activation_checkpointing: bool = False  # recompute each block in the backward pass
     log_every: int = 10  # steps between two points of the metrics; the only synchronisations of a step loop
     validate_every: int = 100  # steps; 0 validates at the end only

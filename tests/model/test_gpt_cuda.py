@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from model.attention import AttentionFn, reference_attention, torch_attention
+import fa2
+from model.attention import AttentionFn, fa2_attention, reference_attention, torch_attention
 from model.config import GPTConfig, Mlp, Norm, Position
 from model.gpt import GPT
+from model.linear import WeightCopies
 from model.memory import memory_estimate
 
 pytestmark = pytest.mark.gpu
@@ -85,6 +87,43 @@ def test_compiled_torch_backend_equals_the_eager_reference(config: GPTConfig, ch
     with torch.compiler.set_stance("fail_on_recompile"):
         for lengths in ((512, 512, 512, 512), (7,), (100,) * 16):
             step(model, batch(lengths))
+
+
+@pytest.mark.parametrize("backend", [torch_attention, fa2_attention])
+@pytest.mark.parametrize("config", [GPT3_STYLE, LLAMA_STYLE], ids=["gpt3", "llama"])
+@pytest.mark.parametrize("copied", [False, True])
+def test_every_part_compiled_equals_the_eager_reference(config: GPTConfig, copied: bool, backend: AttentionFn) -> None:
+    """Two micro-batches, so that gradients accumulate; with copies of the weights and without."""
+    if backend is fa2_attention and fa2.why_unavailable(torch.device("cuda"), torch.bfloat16, config.headdim):
+        pytest.skip("fa2 is not built here")
+    micro_batches = [batch((500, 1, 37, 512, 300, 129, 513 - 1)), batch((512, 512, 512, 512))]
+
+    def accumulated(model: GPT) -> tuple[Tensor, dict[str, Tensor]]:
+        losses = []
+        for inputs in micro_batches:
+            with torch.autocast("cuda", torch.bfloat16):
+                loss = model.loss(*inputs)
+            loss.backward()
+            losses.append(loss.detach())
+        return torch.stack(losses).sum(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+    expected = accumulated(build(config, reference_attention))
+    model = build(config, backend)
+    copies = WeightCopies(model, torch.bfloat16) if copied else None
+    model.compile()
+    assert_close(accumulated(model), expected)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with torch.compiler.set_stance("fail_on_recompile"):
+            if copies is None:
+                model.zero_grad()
+            else:
+                copies.refresh()
+                copies.zero_gradients()
+            again = accumulated(model)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert_close(again, expected)
 
 
 @pytest.mark.parametrize("config", [GPT3_STYLE, LLAMA_STYLE], ids=["gpt3", "llama"])

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from model.loss import linear_cross_entropy
+from model.loss import linear_cross_entropy, softmax_in_place, softmax_out_of_place
 
 
 def operands(n_tokens: int, d: int, vocab: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
@@ -138,6 +138,57 @@ def test_no_tensor_of_all_logits_exists() -> None:
     with Largest() as largest:
         linear_cross_entropy(hidden, weight, targets, 16).backward()
     assert largest.elements == 16 * 128
+
+
+@pytest.mark.parametrize("vocab_size", [32, 29])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_the_softmax_for_a_compiler_is_the_one_in_place(dtype: torch.dtype, vocab_size: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = (4 * torch.randn(11, 32, generator=generator, dtype=torch.float64)).to(dtype)
+    targets = torch.randint(vocab_size, (11,), generator=generator)
+    targets[[0, 5]] = -100
+    logits[5] = torch.nan
+    nats, dlogits = softmax_out_of_place(logits, targets, vocab_size, dtype)
+    expected_nats, expected = softmax_in_place(logits.clone(), targets, vocab_size, dtype)
+    exact = 1e-12 if dtype == torch.float64 else 1e-5
+    torch.testing.assert_close(nats, expected_nats, rtol=exact, atol=0)
+    torch.testing.assert_close(dlogits[targets == -100], torch.zeros(2, 32, dtype=dtype), rtol=0, atol=0)
+    valid = targets != -100
+    tolerance = max(exact, torch.finfo(dtype).eps)
+    torch.testing.assert_close(dlogits[valid], expected[valid], rtol=tolerance, atol=tolerance)
+
+
+def test_chunks_are_equal_so_that_a_compiled_softmax_meets_one_shape() -> None:
+    shapes = []
+
+    def spy(logits: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
+        shapes.append(logits.shape[0])
+        return softmax_in_place(logits, *rest)  # type: ignore[arg-type]
+
+    hidden, weight, targets = operands(33, 8, 32)
+    loss = linear_cross_entropy(hidden, weight, targets, 16, softmax=spy)
+    assert shapes == [11, 11, 11]
+    torch.testing.assert_close(loss, plain(hidden, weight, targets), rtol=1e-12, atol=0)
+
+
+def test_logits_in_the_autocast_dtype_are_as_close_as_torchs_own() -> None:
+    seen = []
+
+    def spy(logits: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
+        seen.append(logits.dtype)
+        return softmax_in_place(logits, *rest)  # type: ignore[arg-type]
+
+    hidden, weight, targets = operands(64, 16, 32, torch.float32)
+    exact = torch.autograd.grad(plain(hidden, weight, targets), (hidden, weight))
+    with torch.autocast("cpu", torch.bfloat16):
+        torchs = F.cross_entropy(F.linear(hidden, weight).float(), targets, reduction="sum")
+        fp32 = linear_cross_entropy(hidden, weight, targets, 16, softmax=spy)
+        rounded = linear_cross_entropy(hidden, weight, targets, 16, softmax=spy, logits_fp32=False)
+    assert seen == [torch.float32] * 4 + [torch.bfloat16] * 4
+    torch.testing.assert_close(rounded, torchs, rtol=1e-3, atol=0)
+    torch.testing.assert_close(rounded, fp32, rtol=2e-3, atol=0)
+    for got, want in zip(torch.autograd.grad(rounded, (hidden, weight)), exact, strict=True):
+        assert (got - want).norm() < 0.02 * want.norm()
 
 
 @pytest.mark.gpu

@@ -114,6 +114,14 @@ COMPOSED = {
         "batch.global_batch_tokens must be a multiple of batch.micro_batch_tokens × ranks = 128 × 1, got 200",
     ),
     "warm-up": (["optim.warmup_steps=9"], "optim.warmup_steps must be at most trainer.max_steps (2), got 9"),
+    "weight copies without mixed precision": (
+        ["trainer.weight_copies=true"],
+        "trainer.weight_copies must be false unless trainer.precision is bf16-mixed, got 32-true",
+    ),
+    "weight copies on two ranks": (
+        ["trainer.weight_copies=true", "trainer.devices=2", "batch.global_batch_tokens=256"],
+        "trainer.weight_copies must be false with several ranks",
+    ),
     "precision": (["trainer.precision=fp8"], "trainer.precision must be one of 32-true, bf16-mixed"),
     "name": (["name='a=b'"], "name must be non-empty, without '=', got 'a=b'"),
 }  # fmt: skip

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
 
 from data.batch import StepBatch, VarlenBatch
 from model.attention import reference_attention
@@ -18,7 +19,7 @@ from model.config import GPTConfig
 from model.gpt import GPT
 from train.datamodule import Prefetcher, StreamItem
 from train.module import GPTModule, StepStatistics
-from train.schema import OptimConfig
+from train.schema import OptimConfig, Schedule
 
 CONTEXT = 16
 
@@ -49,14 +50,26 @@ def tiny() -> GPT:
     return GPT(config, reference_attention)
 
 
-def trained(batches: list[StepBatch], precision: Any = "32-true", **optim: Any) -> GPTModule:
-    module = GPTModule(tiny(), OptimConfig(**{"warmup_steps": 0, **optim}), max_steps=len(batches))
+def trained(
+    batches: list[StepBatch],
+    precision: Any = "32-true",
+    copy_dtype: torch.dtype | None = None,
+    callbacks: Sequence[Callback] = (),
+    checkpointing: bool = False,
+    compiler: Any = None,
+    **optim: Any,
+) -> GPTModule:
+    module = GPTModule(tiny(), OptimConfig(**{"warmup_steps": 0, **optim}), len(batches), copy_dtype)
+    module.model.activation_checkpointing = checkpointing
+    if compiler is not None:
+        module.model.compile(backend=compiler)
     trainer = Trainer(
         accelerator="cpu",
         devices=1,
         precision=precision,
         max_steps=len(batches),
         max_epochs=-1,
+        callbacks=list(callbacks),
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -97,6 +110,84 @@ def test_every_precision_steps_near_fp32(precision: str) -> None:
     assert got == pytest.approx(expected, rel=0.02)
     moved = [float((p - q).abs().max()) for p, q in zip(other.model.parameters(), tiny().parameters(), strict=True)]
     assert min(moved) > 0, "every parameter has a gradient and moves"
+
+
+def test_copies_of_the_weights_train_like_autocast_and_leave_the_model_as_it_was() -> None:
+    batches = [step_of([micro_batch(s, [16, 9]), micro_batch(s + 9, [10])]) for s in range(6)]
+    exact = trained(batches).statistics.read().loss
+    plain, copies = trained(batches, "bf16-mixed"), trained(batches, "bf16-mixed", torch.bfloat16)
+    expected, got = plain.statistics.read(), copies.statistics.read()
+    assert abs(got.loss - expected.loss) < 2 * abs(expected.loss - exact) + 1e-4 * exact
+    assert got.grad_norm == pytest.approx(expected.grad_norm, rel=0.02)
+    for module in copies.model.modules():
+        assert not any(isinstance(value, torch.Tensor) for value in vars(module).values())
+    assert {p.dtype for p in copies.model.parameters()} == {torch.float32}
+    assert copies.state_dict().keys() == plain.state_dict().keys()
+
+
+def test_a_step_that_is_not_finite_leaves_copies_and_gradient_buffers_clean(monkeypatch: pytest.MonkeyPatch) -> None:
+    batches = [step_of([micro_batch(s, [16, 9]), micro_batch(s + 9, [10])]) for s in range(3)]
+    nats = GPTModule.nats
+    calls = iter(range(100))
+
+    def poisoned(self: GPTModule, batch: VarlenBatch) -> torch.Tensor:
+        return nats(self, batch) * (math.nan if next(calls) == 2 else 1)
+
+    monkeypatch.setattr(GPTModule, "nats", poisoned)
+    skipped = trained(batches, "bf16-mixed", torch.bfloat16, schedule=Schedule.linear, min_lr_ratio=1.0)
+    monkeypatch.undo()
+    before = trained([batches[0], batches[2]], "bf16-mixed", torch.bfloat16, schedule=Schedule.linear, min_lr_ratio=1.0)
+    assert skipped.statistics.read().skipped_steps == 1
+    for mine, theirs in zip(skipped.model.parameters(), before.model.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("copy_dtype", [None, torch.bfloat16])
+def test_nothing_is_compiled_again_after_the_first_step(copy_dtype: torch.dtype | None) -> None:
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled: list[int] = []
+
+    class Count(Callback):
+        def on_train_batch_end(self, *args: Any) -> None:
+            compiled.append(counter.frame_count)
+
+    torch._dynamo.reset()
+    packings = [([16, 9], [10]), ([32 // 4] * 4, []), ([1] * 8, [16, 16]), ([5, 4, 3, 2, 1], [13])]
+    batches = [step_of([micro_batch(s, a), micro_batch(s + 9, b)]) for s, (a, b) in enumerate(packings)]
+    trained(batches, "bf16-mixed", copy_dtype, [Count()], compiler=counter)
+    assert compiled == [4, 4, 4, 4], "embedding, one graph for all blocks, final norm, softmax"
+
+
+class Cycles(Callback):
+    """Tensors that steps 3 to 5 leave to the garbage collector."""
+
+    def __init__(self) -> None:
+        self.tensors: list[torch.Size] | None = None
+
+    def on_train_batch_end(self, trainer: Trainer, *rest: Any) -> None:
+        if trainer.global_step == 2:
+            while gc.collect():  # one pass may free what keeps the next cycle, such as graphs of other tests
+                pass
+            gc.disable()
+            gc.set_debug(gc.DEBUG_SAVEALL)
+        elif trainer.global_step == 5:
+            gc.collect()
+            self.tensors = [x.shape for x in gc.garbage if isinstance(x, torch.Tensor)]
+            gc.set_debug(0)
+            gc.garbage.clear()
+            gc.enable()
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("copy_dtype", [None, torch.bfloat16])
+def test_no_tensor_waits_for_the_garbage_collector(checkpointing: bool, copy_dtype: torch.dtype | None) -> None:
+    """So that it may rest between two log points: what it would free is small."""
+    batches = [step_of([micro_batch(s, [16, 9]), micro_batch(s + 9, [10])]) for s in range(6)]
+    cycles = Cycles()
+    trained(batches, "bf16-mixed", copy_dtype, [cycles], checkpointing)
+    assert cycles.tensors == []
 
 
 def test_steps_are_counted_once_each_and_the_mean_is_over_the_interval() -> None:

@@ -189,6 +189,14 @@ def test_a_crashed_run_goes_on_bit_identically(base: RunConfig, whole: list[dict
     assert rows_of(result.run_dir) == whole
 
 
+def test_a_run_with_weight_copies_goes_on_bit_identically(base: RunConfig) -> None:
+    trainer = replace(base.trainer, precision="bf16-mixed", weight_copies=True)
+    expected = rows_of(fit(named(base, "copies", trainer=trainer)).run_dir)
+    config = named(base, "copies_crash", trainer=trainer)
+    crashed(config, 13)
+    assert rows_of(fit(replace(config, resume="auto")).run_dir) == expected
+
+
 def test_kill_9_loses_at_most_one_interval(base: RunConfig, whole: list[dict[str, float]]) -> None:
     config = named(base, "killed")
     child = start_child(config)

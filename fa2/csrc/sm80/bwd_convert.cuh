@@ -8,6 +8,7 @@
 
 #include "../params.h"
 #include "../ptx/mma.cuh"
+#include "../ptx/warpgroup.cuh"
 #include "../tile/fragment.cuh"
 #include "bwd_preprocess.cuh"
 
@@ -23,6 +24,7 @@ constexpr int kConvertHeads = 4, kConvertManyBlocks = 8192;
 template <class Element, class Config>
 __global__ void __launch_bounds__(kConvertThreads)
     bwd_convert_dq(__grid_constant__ const BwdParams p, int rows, int head_slots) {
+  if constexpr (Config::kStartsEarly) ptx::wait_for_previous_kernel();
   constexpr int kHeadDim = Config::kHeadDim;
   constexpr int kGroupsPerRow = kHeadDim / 16;
   const unsigned blocks_per_head =

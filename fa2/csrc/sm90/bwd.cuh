@@ -142,8 +142,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1) attention_bwd(__grid_cons
           slot.next();
           steps.next(work);
         };
-        // A tile without queries takes no part in the turns of K and V: its consumers wait for no keys, and could
-        // end it before this has waited for the tile before.
+        // A tile without queries takes no part in the turns of K and V: its consumers wait for no keys, and
+        // could end it before this has waited for the tile before.
         if (steps.left > 0) {
           load_queries();  // before the last tile's keys are done with
           ptx::mbarrier_wait(barrier(Barrier::kKVEmpty), kv_parity ^ 1);
@@ -362,34 +362,21 @@ __global__ void __launch_bounds__(Config::kThreads, 1) attention_bwd(__grid_cons
           for (int j = 0; j < kGroups * 2; ++j)
 #pragma unroll
             for (int e = 0; e < 4; ++e) acc_dq[0][j][e] = acc_dq[0][j + 2 * kShift][e];
-        const auto each = [&](auto use) {
-#pragma unroll
-          for (int r = 0; r < 2; ++r)
-#pragma unroll
-            for (int j = 0; j < kGroups; ++j)
-              use(row + r * 8, first_group + j, acc_dq[0][2 * j][r * 2], acc_dq[0][2 * j][r * 2 + 1],
-                  acc_dq[0][2 * j + 1][r * 2], acc_dq[0][2 * j + 1][r * 2 + 1]);
-        };
         if (direct) {
-          auto* const gDq = static_cast<Element*>(p.dq) + work.bidb * p.dq_strides.batch +
-                            static_cast<int64_t>(work.first_q + m_first) * p.dq_strides.row +
-                            head * p.dq_strides.head;
-          each([&](int r, int j, float x0, float x1, float x2, float x3) {
-            int place;
-            const uint2 values = gather_columns<Element>(place, x0 * p.softmax_scale, x1 * p.softmax_scale,
-                                                         x2 * p.softmax_scale, x3 * p.softmax_scale);
-            if (m_first + r < work.seqlen_q && j * 16 + place < p.headdim)
-              *reinterpret_cast<uint2*>(gDq + r * p.dq_strides.row + j * 16 + place) = values;
-          });
+          write_dq<Element, kGroups>(p, work, head, m_first + row, first_group * 16, acc_dq);
         } else {
           ptx::mbarrier_wait(barrier(Barrier::kDqEmpty), dq_parity ^ 1);  // the last one has left
           dq_parity ^= 1;
           // Odd rows of the accumulator, see config.h; a lane's two rows are alike.
           const int odd = (work.first_q + m_first + row) & 1;
-          each([&](int r, int j, float x0, float x1, float x2, float x3) {
-            ptx::store_shared_16(shared + Config::kDq + r * kHeadDim * 4 + (j ^ odd) * 64 + lane % 4 * 16, x0,
-                                 x1, x2, x3);
-          });
+          const uint32_t sDq = shared + Config::kDq + row * kHeadDim * 4 + lane % 4 * 16;
+#pragma unroll
+          for (int r = 0; r < 2; ++r)
+#pragma unroll
+            for (int j = 0; j < kGroups; ++j)
+              ptx::store_shared_16(sDq + r * 8 * kHeadDim * 4 + ((first_group + j) ^ odd) * 64,
+                                   acc_dq[0][2 * j][r * 2], acc_dq[0][2 * j][r * 2 + 1],
+                                   acc_dq[0][2 * j + 1][r * 2], acc_dq[0][2 * j + 1][r * 2 + 1]);
           ptx::fence_async_proxy();
           __syncwarp();
           if (lane == 0) ptx::mbarrier_arrive(barrier(Barrier::kDqFull));
@@ -403,23 +390,9 @@ __global__ void __launch_bounds__(Config::kThreads, 1) attention_bwd(__grid_cons
     ptx::mbarrier_wait(barrier(Barrier::kDqEmpty), dq_parity ^ 1);  // the last dQ has left
     sync_consumers();                                               // both have finished with dS
     static_assert(Config::kKV_bytes <= Config::kDq_bytes && Config::kKV_bytes <= 2 * Config::kDs_bytes);
-    using Tile = Swizzle<Slab::kWidth>;
-#pragma unroll
-    for (int j = 0; j < kHeadDim / 16; ++j) {
-      uint32_t dk_frag[4], dv_frag[4];
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const int tile = 2 * j + e / 2, first = e % 2 * 2;
-        dk_frag[e] = ptx::pack<Element>(acc_dk[0][tile][first] * p.softmax_scale,
-                                        acc_dk[0][tile][first + 1] * p.softmax_scale);
-        dv_frag[e] = ptx::pack<Element>(acc_dv[0][tile][first], acc_dv[0][tile][first + 1]);
-      }
-      const uint32_t place =
-          shared + j * 16 / Slab::kWidth * kBlockN * Slab::kRow_bytes +
-          Tile::offset(consumer * 64 + warp_row + lane % 16, j * 16 % Slab::kWidth / 8 + lane / 16);
-      ptx::stmatrix_x4(place + Config::kDq, dk_frag);
-      ptx::stmatrix_x4(place + Config::kDs, dv_frag);
-    }
+    const int own_row = consumer * 64 + warp_row;
+    store_sum<Element, Slab, kBlockN>(shared + Config::kDq, own_row, acc_dk, p.softmax_scale);
+    store_sum<Element, Slab, kBlockN>(shared + Config::kDs, own_row, acc_dv, 1.f);
     ptx::fence_async_proxy();
     sync_warpgroup();
     if (leader) {

@@ -255,6 +255,15 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
                                         transposed_other + k * 16 * Slab::kRow_bytes, true);
       ptx::wgmma_commit();
     };
+    // Deterministic: the turn of a query block moves on a step later, when the additions have long arrived.
+    int* turn_to_pass = nullptr;
+    const auto pass_turn = [&] {
+      if (turn_to_pass == nullptr) return;
+      __threadfence();  // this thread's additions come before
+      sync_warpgroup();
+      if (leader) ptx::red_release_add(turn_to_pass, 1);
+      turn_to_pass = nullptr;
+    };
     // This consumer's share of the block's columns of dQ goes out.
     const auto finish_dq = [&](auto& acc, const BwdWork& work, int m_block, int head) {
       constexpr int kGroups = std::extent_v<std::remove_reference_t<decltype(acc)>, 1> / 2;
@@ -262,29 +271,17 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
       const int row = m_block * kBlockM + warp * 16 + lane / 4;  // and the eighth after it
       BlockRange keys;
       if (writes_dq<kBlockM, kBlockN>(work.mask(p), m_block, &keys)) {
-        auto* const gDq = static_cast<Element*>(p.dq) + work.bidb * p.dq_strides.batch +
-                          static_cast<int64_t>(work.first_q + row) * p.dq_strides.row +
-                          head * p.dq_strides.head + column;
-#pragma unroll
-        for (int r = 0; r < 2; ++r)
-#pragma unroll
-          for (int j = 0; j < kGroups; ++j) {
-            int place;
-            const uint2 values = gather_columns<Element>(
-                place, acc[0][2 * j][r * 2] * p.softmax_scale, acc[0][2 * j][r * 2 + 1] * p.softmax_scale,
-                acc[0][2 * j + 1][r * 2] * p.softmax_scale, acc[0][2 * j + 1][r * 2 + 1] * p.softmax_scale);
-            if (row + r * 8 < work.seqlen_q && column + j * 16 + place < p.headdim)
-              *reinterpret_cast<uint2*>(gDq + r * 8 * p.dq_strides.row + j * 16 + place) = values;
-          }
+        write_dq<Element, kGroups>(p, work, head, row, column, acc);
         return;
       }
-      int* turn = nullptr;
       if (p.dq_semaphore != nullptr) {
         // Key blocks add to a query block in ascending order; each is four consumers.
-        turn = p.dq_semaphore + (static_cast<int64_t>(work.first_turn) + m_block) * p.nheads_q + head;
+        int* const turn =
+            p.dq_semaphore + (static_cast<int64_t>(work.first_turn) + m_block) * p.nheads_q + head;
         if (leader)
           while (ptx::load_acquire(turn) / 4 != work.tile.block - keys.first) __nanosleep(64);
         sync_warpgroup();
+        turn_to_pass = turn;
       }
       float* const accum = p.dq_accum +
                            (work.bidb * p.lse_batch + head * p.lse_head + work.first_q + row) * kHeadDim +
@@ -296,11 +293,6 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
           for (int j = 0; j < kGroups; ++j)
             ptx::red_add_4(accum + r * 8 * kHeadDim + j * 16, acc[0][2 * j][r * 2], acc[0][2 * j][r * 2 + 1],
                            acc[0][2 * j + 1][r * 2], acc[0][2 * j + 1][r * 2 + 1]);
-      if (turn != nullptr) {
-        __threadfence();  // this thread's additions come before the turn moves on
-        sync_warpgroup();
-        if (leader) ptx::red_release_add(turn, 1);
-      }
     };
     const auto hide = [&](const BwdWork& work, int m_block, float hidden) {
       if (work.blocks.is_full(m_block)) return;
@@ -355,6 +347,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
           } else {
             start_scores<Element, Slab, kKeys, kBlockM, 1>(acc_score, matrix_k, matrix_k);
           }
+          pass_turn();
           ptx::mbarrier_wait(barrier(Barrier::kDsFull), ds_parity);
           ptx::mbarrier_wait(barrier(Barrier::kOtherFull), other_parity);
           ds_parity ^= 1;
@@ -432,6 +425,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
           } else {
             start_scores<Element, Slab, kKeys, kBlockM, 1>(acc_score, matrix_v, matrix_v);
           }
+          pass_turn();
           ptx::mbarrier_wait(barrier(Barrier::kOtherFull), other_parity);
           other_parity ^= 1;
           start_dq(acc_dq);
@@ -446,27 +440,17 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
           finish_dq(acc_dq, work, m_block, head);
         } while (steps.left > 0);
       } else {
-        // No keys come, but their turn: else this tile could end before the loads have waited for the one before.
+        // No keys come, but their turn: else this tile could end before the loads have waited for the one
+        // before.
         ptx::mbarrier_wait(barrier(Barrier::kKFull), kv_parity);
         ptx::mbarrier_wait(barrier(Barrier::kVFull), kv_parity);
         kv_parity ^= 1;
       }
 
+      pass_turn();
       ptx::barrier_sync(1, 256);  // both consumers have finished with K and V
-      const float scale = warpgroup == 1 ? 1.f : p.softmax_scale;
       const uint32_t place = shared + (warpgroup == 1 ? Config::kV : Config::kK);
-      using Tile = Swizzle<Slab::kWidth>;
-#pragma unroll
-      for (int j = 0; j < kHeadDim / 16; ++j) {
-        uint32_t sum_frag[4];
-#pragma unroll
-        for (int e = 0; e < 4; ++e)
-          sum_frag[e] = ptx::pack<Element>(acc_sum[0][2 * j + e / 2][e % 2 * 2] * scale,
-                                           acc_sum[0][2 * j + e / 2][e % 2 * 2 + 1] * scale);
-        ptx::stmatrix_x4(place + j * 16 / Slab::kWidth * kKeys * Slab::kRow_bytes +
-                             Tile::offset(warp * 16 + lane % 16, j * 16 % Slab::kWidth / 8 + lane / 16),
-                         sum_frag);
-      }
+      store_sum<Element, Slab, kKeys>(place, warp * 16, acc_sum, warpgroup == 1 ? 1.f : p.softmax_scale);
       ptx::fence_async_proxy();
       sync_warpgroup();
       if (leader) {

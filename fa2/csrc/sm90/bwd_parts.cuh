@@ -3,7 +3,9 @@
 #pragma once
 #include "../ptx/math.cuh"
 #include "../ptx/shared.cuh"
+#include "../ptx/stmatrix.cuh"
 #include "../ptx/wgmma.cuh"
+#include "../tile/fragment.cuh"
 #include "../tile/mask.cuh"
 #include "../tile/scheduler.cuh"
 #include "../tile/seqlen.cuh"
@@ -172,6 +174,49 @@ __device__ __forceinline__ void probabilities(float (&acc_s)[1][kColumnTiles][4]
       float& s = acc_s[0][j][e];
       s = ptx::exp2_approx(fmaf(s, scale_log2, -(e % 2 ? lse.y : lse.x)));
     }
+  }
+}
+
+// dq of a query block that nothing else adds to: kGroups times 16 columns, from `column` on. row: this lane's
+// first of the sequence, the other is the eighth after it.
+template <class Element, int kGroups, int kColumnTiles>
+__device__ __forceinline__ void write_dq(const BwdParams& p, const BwdWork& work, int head, int row,
+                                         int column, const float (&acc)[1][kColumnTiles][4]) {
+  auto* const gDq = static_cast<Element*>(p.dq) + work.bidb * p.dq_strides.batch +
+                    static_cast<int64_t>(work.first_q + row) * p.dq_strides.row + head * p.dq_strides.head +
+                    column;
+#pragma unroll
+  for (int r = 0; r < 2; ++r)
+#pragma unroll
+    for (int j = 0; j < kGroups; ++j) {
+      const float* const left = &acc[0][2 * j][r * 2];
+      const float* const right = &acc[0][2 * j + 1][r * 2];
+      int place;
+      const uint2 values =
+          gather_columns<Element>(place, left[0] * p.softmax_scale, left[1] * p.softmax_scale,
+                                  right[0] * p.softmax_scale, right[1] * p.softmax_scale);
+      if (row + r * 8 < work.seqlen_q && column + j * 16 + place < p.headdim)
+        *reinterpret_cast<uint2*>(gDq + r * 8 * p.dq_strides.row + j * 16 + place) = values;
+    }
+}
+
+// dK or dV of 64 keys, times `scale`, rounded, into a tile of kRows in shared memory; row: the warp's first
+// there.
+template <class Element, class Slab, int kRows, int kColumnTiles>
+__device__ __forceinline__ void store_sum(uint32_t tile, int row, const float (&acc)[1][kColumnTiles][4],
+                                          float scale) {
+  using Tile = Swizzle<Slab::kWidth>;
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int j = 0; j < kColumnTiles / 2; ++j) {
+    uint32_t frag[4];
+#pragma unroll
+    for (int e = 0; e < 4; ++e)
+      frag[e] = ptx::pack<Element>(acc[0][2 * j + e / 2][e % 2 * 2] * scale,
+                                   acc[0][2 * j + e / 2][e % 2 * 2 + 1] * scale);
+    ptx::stmatrix_x4(tile + j * 16 / Slab::kWidth * kRows * Slab::kRow_bytes +
+                         Tile::offset(row + lane % 16, j * 16 % Slab::kWidth / 8 + lane / 16),
+                     frag);
   }
 }
 

@@ -98,8 +98,8 @@ cudaError_t launch_bwd_all(const BwdParams& p, cudaStream_t stream) {
   const int64_t chunks = ceil_div(groups, sm80::kConvertGroups) * (varlen ? 1 : p.batch);
   const bool many = chunks * p.nheads_q >= sm80::kConvertManyBlocks;
   const int head_slots = many ? static_cast<int>(ceil_div(p.nheads_q, sm80::kConvertHeads)) : p.nheads_q;
-  return launch(sm80::bwd_convert_dq<Element, Config>, chunks * head_slots, sm80::kConvertThreads, 0, stream,
-                p, rows, head_slots);
+  return launch_early(sm80::bwd_convert_dq<Element, Config>, 1, chunks * head_slots, sm80::kConvertThreads, 0,
+                      stream, p, rows, head_slots);
 }
 
 template <DType kDType, int kHeadDim>

@@ -50,6 +50,7 @@ uint64_t to_shared(const void* pointer);
 void sync_threads();
 int sync_threads_or(int vote);
 void nanosleep();
+void hesitate();
 [[noreturn]] void trap();
 
 }  // namespace fa2::emulation

@@ -25,7 +25,6 @@ namespace {
 constexpr size_t kStack_bytes = 128 * 1024;
 
 std::mt19937_64 generator;
-std::map<const unsigned char*, uint64_t> global_memory;
 
 // Of the grid that runs. A kernel that waits for the one before it lets that one run in between.
 struct State {
@@ -66,26 +65,6 @@ std::string describe(const Thread& thread) {
   return text;
 }
 
-void end_cluster_barrier_if_complete(Cluster& cluster) {
-  ClusterBarrier& barrier = cluster.barrier;
-  int alive = 0;
-  for (const Block* block : cluster.blocks) alive += block->alive;
-  if (barrier.arrived == 0 || barrier.arrived < alive) return;
-  barrier.arrived = 0;
-  ++barrier.phase;
-  barrier.completed = std::exchange(barrier.clock, {});
-  for (Thread* thread : std::exchange(barrier.waiting, {})) wake(*thread);
-}
-
-void end_barrier(Block& block, NamedBarrier& barrier) {
-  barrier.arrived = 0;
-  block.last_barrier = std::exchange(barrier.clock, {});
-  for (Thread* waiting : std::exchange(barrier.waiting, {})) {
-    block.races->acquire(waiting->warp->actor, block.last_barrier);
-    wake(*waiting);
-  }
-}
-
 [[noreturn]] void thread_main() {
   (*state.kernel)();
   Thread& thread = *running;
@@ -102,12 +81,7 @@ void end_barrier(Block& block, NamedBarrier& barrier) {
   if (!thread.warp->wgmmas.empty() && thread.warp->lanes == kFullWarp &&
       std::all_of(thread.warp->threads, thread.warp->threads + 32, [](const Thread& t) { return t.done; }))
     fail("the warp ends with a wgmma in flight");
-  // Barriers of the whole block count the threads that are left.
-  NamedBarrier& all = block.barriers[0];
-  if (all.threads < 0 && all.arrived > 0 && all.arrived == block.alive) {
-    end_barrier(block, all);
-  }
-  end_cluster_barrier_if_complete(*block.cluster);
+  thread_left(block);
   switch_fiber(thread.fiber, state.scheduler);
   __builtin_unreachable();
 }
@@ -144,78 +118,68 @@ void resume(Thread& thread) {
   if (!thread.polling) state.idle_polls = 0;
 }
 
+// Takes out one element by putting the last one in its place.
+template <class T>
+void take_out(std::vector<T>& list, size_t i) {
+  std::swap(list[i], list.back());
+  list.pop_back();
+}
+
+// Some piece of asynchronous work, if there is any: half of a store, a load, a warp's next wgmma.
 bool run_async() {
   while (!state.copies.empty() || !state.busy.empty()) {
     const size_t i = random_number() % (state.copies.size() + state.busy.size());
-    if (i >= state.copies.size()) {
-      const size_t j = i - state.copies.size();
-      Warp& warp = *state.busy[j];
-      const bool any = !warp.wgmmas.empty();
-      if (any) execute_wgmma(warp);
-      if (warp.wgmmas.empty()) state.busy[j] = state.busy.back(), state.busy.pop_back();
-      if (any) return true;
-      continue;
-    }
-    const std::shared_ptr<Copy> copy = state.copies[i];
-    const bool any = copy->read || copy->write;
-    if (copy->read) {
-      copy->finish_read();
+    bool done_any;
+    if (i < state.copies.size()) {
+      const std::shared_ptr<Copy> copy = state.copies[i];
+      done_any = copy->read || copy->write;  // else something has waited for it
+      copy->read ? copy->finish_read() : copy->finish();
+      if (!copy->read && !copy->write) take_out(state.copies, i);
     } else {
-      copy->finish();
+      Warp& warp = *state.busy[i - state.copies.size()];
+      done_any = execute_wgmma(warp);
+      if (!done_any) take_out(state.busy, i - state.copies.size());
     }
-    if (!copy->read && !copy->write) state.copies[i] = state.copies.back(), state.copies.pop_back();
-    if (any) {
-      state.idle_polls = 0;
-      return true;
-    }
+    if (!done_any) continue;
+    state.idle_polls = 0;
+    return true;
   }
   return false;
+}
+
+std::string describe_wait(const Block& block, const Wait& wait) {
+  char text[200];
+  if (std::strcmp(wait.what, "barrier") == 0) {
+    const NamedBarrier& b = block.barriers[wait.parity];
+    std::snprintf(text, sizeof text, "barrier %u: %d of %d threads there", wait.parity, b.arrived,
+                  b.threads < 0 ? block.alive : b.threads);
+    return text;
+  }
+  const auto found = block.mbarriers.find(wait.address);
+  if (found == block.mbarriers.end()) return wait.what;
+  const auto before = std::count_if(block.mbarriers.begin(), block.mbarriers.end(),
+                                    [&](const auto& other) { return other.first < wait.address; });
+  const MBarrier& b = found->second;
+  std::snprintf(
+      text, sizeof text,
+      "mbarrier at %u (number %d of the block's), parity %u: phase %u, %d of %d arrivals and %lld bytes "
+      "outstanding",
+      wait.address, static_cast<int>(before), wait.parity, b.phase, b.pending, b.expected,
+      static_cast<long long>(b.bytes));
+  return text;
 }
 
 [[noreturn]] void report_deadlock(const std::vector<std::unique_ptr<Block>>& blocks) {
   std::string text = "deadlock: nothing can run.";
   for (const auto& block : blocks)
     for (const Warp& warp : block->warps) {
-      std::string last;
-      int count = 0;
-      const auto flush = [&] {
-        if (count > 0) text += " (" + std::to_string(count) + " lanes)";
-      };
-      for (int lane = 0; lane < 32; ++lane) {
-        if (!(warp.lanes >> lane & 1)) continue;
-        const Thread& thread = warp.threads[lane];
-        if (thread.done) continue;
-        char line[200];
-        const Wait& wait = thread.wait;
-        if (const auto found = block->mbarriers.find(wait.address);
-            wait.address != 0 && found != block->mbarriers.end()) {
-          const MBarrier& b = found->second;
-          std::snprintf(
-              line, sizeof line,
-              "mbarrier at %u (number %u of the block's), parity %u: phase %u, %d of %d arrivals and "
-              "%lld bytes outstanding",
-              wait.address,
-              static_cast<unsigned>(
-                  std::count_if(block->mbarriers.begin(), block->mbarriers.end(),
-                                [&](const auto& other) { return other.first < wait.address; })),
-              wait.parity, b.phase, b.pending, b.expected, static_cast<long long>(b.bytes));
-        } else if (std::strncmp(wait.what, "barrier", 7) == 0) {
-          const NamedBarrier& b = block->barriers[wait.parity];
-          std::snprintf(line, sizeof line, "barrier %u: %d of %d threads there", wait.parity, b.arrived,
-                        b.threads < 0 ? block->alive : b.threads);
-        } else {
-          std::snprintf(line, sizeof line, "%s", wait.what);
-        }
-        if (last != line) {
-          flush();
-          text += "\n  block " + std::to_string(block->index.x) + ", warp " + std::to_string(warp.index) +
-                  ": " + line;
-          last = line;
-          count = 0;
-        }
-        ++count;
-      }
-      flush();
+      std::map<std::string, int> lanes;
+      for (int lane = 0; lane < 32; ++lane)
+        if ((warp.lanes >> lane & 1) && !warp.threads[lane].done)
+          ++lanes[describe_wait(*block, warp.threads[lane].wait)];
+      for (const auto& [wait, count] : lanes)
+        text += "\n  block " + std::to_string(block->index.x) + ", warp " + std::to_string(warp.index) +
+                ": " + wait + " (" + std::to_string(count) + " lanes)";
     }
   throw std::runtime_error(text);
 }
@@ -319,6 +283,10 @@ Thread& current() {
   return *running;
 }
 
+bool in_thread() {
+  return running != nullptr;
+}
+
 uint64_t random_number() {
   return generator();
 }
@@ -343,154 +311,16 @@ void poll() {
   suspend({"a poll of global memory", 0, 0});
 }
 
+void hesitate() {
+  if (!chance(2)) return;
+  wake(*running);
+  suspend({"its turn", 0, 0});
+}
+
 void finish_together(Warp& warp) {
   warp.arrived = 0;
   for (uint32_t others = warp.lanes & ~(1u << running->lane); others != 0; others &= others - 1)
     wake(warp.threads[__builtin_ctz(others)]);
-}
-
-unsigned char* shared_pointer(Block& block, uint32_t address, uint32_t bytes) {
-  if (address < kSharedBase || address + bytes > kSharedBase + block.shared_bytes)
-    fail("shared memory at %u, %u bytes: outside of the block's %u to %u", address, bytes, kSharedBase,
-         kSharedBase + block.shared_bytes);
-  if (address % std::min<uint32_t>(bytes, 16) != 0)
-    fail("shared memory at %u: not aligned to %u bytes", address, bytes);
-  return block.shared + (address - kSharedBase);
-}
-
-void allow_global(const void* pointer, uint64_t bytes) {
-  if (bytes == 0) return;
-  uint64_t& known = global_memory[static_cast<const unsigned char*>(pointer)];
-  known = std::max(known, bytes);
-}
-
-void forget_global() {
-  global_memory.clear();
-}
-
-void check_global(const void* pointer, uint64_t bytes, const char* what) {
-  const auto* begin = static_cast<const unsigned char*>(pointer);
-  auto found = global_memory.upper_bound(begin);
-  while (found != global_memory.begin()) {
-    --found;
-    if (begin + bytes <= found->first + found->second) return;
-  }
-  fail("%s touches global memory at %p, %llu bytes, which belongs to no tensor", what, pointer,
-       static_cast<unsigned long long>(bytes));
-}
-
-MBarrier& mbarrier_at(Block& block, uint32_t address) {
-  const auto found = block.mbarriers.find(address);
-  if (found == block.mbarriers.end()) fail("mbarrier at %u: not initialised", address);
-  MBarrier& barrier = found->second;
-  if (running != nullptr && running->warp->actor != barrier.made_by &&
-      !block.races->knows(running->warp->actor, barrier.made_by, barrier.made_at))
-    fail("race: the mbarrier at %u is used, with no order after its initialisation", address);
-  return barrier;
-}
-
-void mbarrier_init(uint32_t address, int arrivals) {
-  Block& block = *running->block;
-  shared_pointer(block, address, 8);
-  if (arrivals < 1 || arrivals >= 1 << 20) fail("mbarrier.init: %d arrivals", arrivals);
-  if (block.mbarriers.count(address)) fail("mbarrier at %u: initialised twice", address);
-  MBarrier& barrier = block.mbarriers[address];
-  barrier.expected = barrier.pending = arrivals;
-  barrier.actor = block.races->add_actor();
-  barrier.made_by = running->warp->actor;
-  barrier.made_at = block.races->now(barrier.made_by);
-}
-
-namespace {
-void end_phase_if_complete(MBarrier& barrier) {
-  if (barrier.pending != 0 || barrier.bytes != 0) return;
-  ++barrier.phase;
-  barrier.pending = barrier.expected;
-  // The copies of this phase have arrived, too.
-  barrier.completed = std::exchange(barrier.arrived, {});
-  barrier.completed[barrier.actor] = barrier.phase;
-  for (Thread* thread : std::exchange(barrier.waiting, {})) wake(*thread);
-}
-}  // namespace
-
-void mbarrier_arrive(Block& block, uint32_t address, int64_t expect_bytes) {
-  MBarrier& barrier = mbarrier_at(block, address);
-  barrier.bytes += expect_bytes;
-  block.races->release(running->warp->actor, barrier.arrived);
-  if (--barrier.pending < 0)
-    fail("mbarrier at %u: more than its %d arrivals in one phase", address, barrier.expected);
-  end_phase_if_complete(barrier);
-}
-
-void mbarrier_complete(Block& block, uint32_t address, int64_t bytes) {
-  MBarrier& barrier = mbarrier_at(block, address);
-  barrier.bytes -= bytes;
-  if (barrier.bytes < 0 && barrier.pending == 0)
-    fail("mbarrier at %u: %lld more bytes than announced", address, static_cast<long long>(-barrier.bytes));
-  end_phase_if_complete(barrier);
-}
-
-void mbarrier_wait(uint32_t address, uint32_t parity) {
-  Block& block = *running->block;
-  MBarrier& barrier = mbarrier_at(block, address);
-  while ((barrier.phase & 1) == (parity & 1)) {
-    barrier.waiting.push_back(running);
-    suspend({"mbarrier", address, parity});
-  }
-  block.races->acquire(running->warp->actor, barrier.completed);
-}
-
-void barrier(int id, int threads, bool wait) {
-  if (id < 0 || id > 15) fail("barrier %d: there are 16", id);
-  Block& block = *running->block;
-  NamedBarrier& barrier = block.barriers[id];
-  if (threads >= 0 && (threads == 0 || threads % 32 != 0 || threads > static_cast<int>(block.threads.size())))
-    fail("barrier %d: %d threads is no whole number of the block's warps", id, threads);
-  if (barrier.arrived > 0 && barrier.threads != threads)
-    fail("barrier %d: for %d threads, but others are there for %d", id, threads, barrier.threads);
-  barrier.threads = threads;
-  block.races->release(running->warp->actor, barrier.clock);
-  if (++barrier.arrived < (threads < 0 ? block.alive : threads)) {
-    if (wait) {
-      barrier.waiting.push_back(running);
-      suspend({"barrier", 0, static_cast<uint32_t>(id)});
-    }
-    return;
-  }
-  end_barrier(block, barrier);
-  if (wait) block.races->acquire(running->warp->actor, block.last_barrier);
-}
-
-void cluster_arrive() {
-  Cluster& cluster = *running->block->cluster;
-  if (running->cluster_phase != cluster.barrier.phase)
-    fail("barrier.cluster: arrives again without a wait in between");
-  ++running->cluster_phase;
-  cluster.races->release(running->warp->actor, cluster.barrier.clock);
-  ++cluster.barrier.arrived;
-  end_cluster_barrier_if_complete(cluster);
-}
-
-void cluster_wait() {
-  Cluster& cluster = *running->block->cluster;
-  while (cluster.barrier.phase != running->cluster_phase) {
-    cluster.barrier.waiting.push_back(running);
-    suspend({"barrier.cluster.wait", 0, 0});
-  }
-  cluster.races->acquire(running->warp->actor, cluster.barrier.completed);
-}
-
-uint32_t cluster_address(uint32_t address, uint32_t rank) {
-  const Cluster& cluster = *running->block->cluster;
-  if (rank >= cluster.blocks.size()) fail("mapa: block %u of a cluster of %zu", rank, cluster.blocks.size());
-  return (address & 0xffffff) | (rank + 1) << 24;
-}
-
-Place place_of(uint32_t address) {
-  if (address >> 24 == 0) return {*running->block, address};
-  Block& block = *running->block->cluster->blocks.at((address >> 24) - 1);
-  if (block.alive == 0) fail("shared memory of block %u, which has ended", block.index.x);
-  return {block, address & 0xffffff};
 }
 
 void start(std::shared_ptr<Copy> copy) {

@@ -53,6 +53,7 @@ struct MBarrier {
   std::vector<Thread*> waiting;
   int actor = 0, made_by = 0;  // for races: the copies that complete here, the warp that initialised it
   uint32_t made_at = 0;
+  bool visible = false;      // to copies and other blocks, by fence.mbarrier_init
   Clock arrived, completed;  // in this phase, in the last one
 };
 
@@ -165,6 +166,7 @@ struct Block {
 };
 
 Thread& current();
+bool in_thread();  // and not in the scheduler
 uint64_t random_number();
 bool chance(int one_in);
 
@@ -173,6 +175,9 @@ void suspend(const Wait& wait);
 void wake(Thread& thread);
 // Lets others run; for loops that poll memory.
 void poll();
+// Lets others run now and then: where threads that do not wait for each other meet, such as an atomic
+// addition.
+void hesitate();
 
 // Blocks until every lane of the warp is at `at`. The last to come calls work(warp), which finds each lane's
 // `argument` in warp.arguments.
@@ -197,13 +202,18 @@ void forget_global();
 
 // mbarrier.
 void mbarrier_init(uint32_t address, int arrivals);
+void fence_mbarrier_init();
 MBarrier& mbarrier_at(Block& block, uint32_t address);
+// The same for one that a copy is to complete on, or that another block arrives at.
+MBarrier& visible_mbarrier_at(Block& block, uint32_t address);
 void mbarrier_arrive(Block& block, uint32_t address, int64_t expect_bytes);
 void mbarrier_complete(Block& block, uint32_t address, int64_t bytes);
 void mbarrier_wait(uint32_t address, uint32_t parity);
 
 // barrier.cta; threads < 0: all of the block.
 void barrier(int id, int threads, bool wait);
+
+void thread_left(Block& block);  // one that has ended
 
 void cluster_arrive();
 void cluster_wait();
@@ -220,9 +230,9 @@ void launch_in_order(std::function<void()> run, bool early);
 void finish_launches();
 void wait_for_previous_launch();
 
-// One warp's next wgmma.
-void execute_wgmma(Warp& warp);
-void note_busy(Warp& warp);
+// One warp's next wgmma, if all its lanes have issued it.
+bool execute_wgmma(Warp& warp);
+void note_busy(Warp& warp);  // it has one
 
 // --- implementation of together()
 

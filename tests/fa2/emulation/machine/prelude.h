@@ -137,18 +137,21 @@ inline int __reduce_max_sync(unsigned mask, int value) {
 
 template <class T>
 inline T atomicAdd(T* target, T value) {
+  fa2::emulation::hesitate();
   const T before = *target;
   *target = before + value;
   return before;
 }
 template <class T>
 inline T atomicMax(T* target, T value) {
+  fa2::emulation::hesitate();
   const T before = *target;
   *target = before < value ? value : before;
   return before;
 }
 template <class T>
 inline T atomicExch(T* target, T value) {
+  fa2::emulation::hesitate();
   const T before = *target;
   *target = value;
   return before;

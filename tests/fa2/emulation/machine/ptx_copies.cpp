@@ -100,8 +100,9 @@ void load_box(const Call& call) {
       fail("TMA: multicast to %x of %zu blocks", call.u32(3), blocks.size());
   }
   for (Block* target : targets) {
+    if (target->alive == 0) fail("TMA: a copy to block %u, which has ended", target->index.x);
     check_shared(*target, to.address, map);
-    const MBarrier& its = mbarrier_at(*target, barrier.address);
+    const MBarrier& its = visible_mbarrier_at(*target, barrier.address);
     target->races->begin_copy_to(current(), *target, to.address, box_bytes(map), its.actor, its.phase + 1);
   }
   for (Block* target : targets) {
@@ -192,7 +193,7 @@ void load_bytes(const Call& call) {
   const bool from_shared = !call.statement.has("global");
   const uint32_t bytes = bulk_bytes(call, 2, call.address(1), to.address);
   shared_pointer(to.block, to.address, bytes);
-  const MBarrier& its = mbarrier_at(to.block, barrier.address);
+  const MBarrier& its = visible_mbarrier_at(to.block, barrier.address);
   to.block.races->begin_copy_to(current(), to.block, to.address, bytes, its.actor, its.phase + 1);
   const auto shared = static_cast<uint32_t>(call.address(1));
   if (from_shared) own.races->begin_copy_from(current(), shared, bytes, its.actor, its.phase + 1);

@@ -79,6 +79,10 @@ void aligned_nothing(const Call& call) {
   together(&call.statement, call.statement.text.c_str(), nullptr, [](Warp&) {});
 }
 
+void fence_init(const Call&) {
+  fence_mbarrier_init();
+}
+
 void wait_for_previous(const Call&) {
   try {
     wait_for_previous_launch();
@@ -114,7 +118,7 @@ Handler find_synchronisation(const std::string& opcode) {
       {"fence.proxy.async.shared::cta", fence_async},
       {"fence.proxy.async", fence_async},
       {"fence.proxy.async.global", nothing},
-      {"fence.mbarrier_init.release.cluster", nothing},
+      {"fence.mbarrier_init.release.cluster", fence_init},
       {"fence.acq_rel.gpu", nothing},
       {"fence.acq_rel.cta", nothing},
       {"setmaxnreg.inc.sync.aligned.u32", aligned_nothing},

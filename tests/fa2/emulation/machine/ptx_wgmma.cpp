@@ -190,7 +190,7 @@ void wait(const Call& call) {
   thread.wgmma_fenced = false;
   together(&call.statement, "wgmma.wait_group", nullptr, [&](Warp& warp) {
     while (!warp.wgmmas.empty() && warp.wgmmas.front()->group + pending < thread.wgmma_groups)
-      execute_wgmma(warp);
+      if (!execute_wgmma(warp)) fail("wgmma: not all lanes of the warp have issued it");
     auto& reads = warp.wgmma_reads;
     for (; !reads.empty() && reads.front().first + pending < thread.wgmma_groups; reads.pop_front())
       for (const Piece& piece : reads.front().second)
@@ -200,12 +200,9 @@ void wait(const Call& call) {
 
 }  // namespace
 
-void execute_wgmma(Warp& warp) {
+bool execute_wgmma(Warp& warp) {
+  if (warp.wgmmas.empty() || warp.wgmmas.front()->issued != kFullWarp) return false;
   const std::shared_ptr<Wgmma> wgmma = warp.wgmmas.front();
-  if (wgmma->issued != kFullWarp) {
-    if (options.policy == Policy::kRandom) return;  // its lanes are still coming
-    fail("wgmma: not all lanes of warp %d have issued it", warp.index);
-  }
   warp.wgmmas.pop_front();
   ++warp.wgmmas_executed;
   Block& block = *warp.block;
@@ -238,6 +235,7 @@ void execute_wgmma(Warp& warp) {
         d[j * 4 + e] = wgmma->accumulate ? d[j * 4 + e] + x : x;
       }
   }
+  return true;
 }
 
 Handler find_wgmma(const std::string& opcode) {
