@@ -464,7 +464,7 @@ FAULTS = {
     "dS is not waited for": Fault(ONE, "sync_consumers();      // both", "// both"),
     "dS has one buffer": Fault(ONE, "ds_buffer ^= 1;", ""),
     "a neighbour's dQ is added to": Fault(ONE, "min(kBlockM, work.seqlen_q - first) * kHeadDim", "kBlockM * kHeadDim"),
-    "dQ's groups do not change places": Fault(ONE, "(j ^ odd)", "j"),
+    "dQ's groups do not change places": Fault(ONE, "((first_group + j) ^ odd)", "(first_group + j)"),
     "dQ's odd rows are counted in the tile": Fault(ONE, "(work.first_q + m_first + row) & 1", "(m_first + row) & 1"),
     "96 columns: the second share is the first": Fault(ONE, "if (kShift > 0 && consumer > 0)", "if (false)", 96),
     "turns are counted from the first key": Fault(ONE, "!= work.tile.block - keys.first", "!= work.tile.block"),
@@ -480,7 +480,7 @@ FAULTS = {
     "S is read before its product has ended": Fault(ONE, "ptx::wgmma_wait<0>();  // S", ""),
     "V is not waited for": Fault(ONE, "ptx::mbarrier_wait(barrier(Barrier::kVFull), kv_parity);", ""),
     "dQ leaves before all lanes have written it": Fault(ONE, "__syncwarp();\n          if", "if"),
-    "dq is written past the end": Fault(ONE, "if (m_first + r < work.seqlen_q && j * 16", "if (j * 16"),
+    "dq is written past the end": Fault(PARTS, "if (row + r * 8 < work.seqlen_q && ", "if ("),
     "dP is read before its product has ended": Fault(ONE, "ptx::wgmma_wait<1>();\n        ptx::wgmma_pin(acc_dp);", ""),
     "dK's fence": Fault(ONE, "ptx::fence_async_proxy();\n    sync_warpgroup();", "sync_warpgroup();"),
     "the block ends while dK leaves": Fault(ONE, "if (leader) ptx::tma_store_wait_read();  // shared", "// shared"),
@@ -510,6 +510,15 @@ FAULTS = {
     "the tile is copied after its arrival": Fault(
         PAIR, COPY_TILE + ARRIVE_TILE, ARRIVE_TILE + "for (int i = 0; i < 99; ++i) __nanosleep(64);\n" + COPY_TILE, 256
     ),
+    "P is read before all lanes have written it": Fault(
+        PAIR,
+        "__syncwarp();\n          if (lane == 0) ptx::mbarrier_arrive(barrier(Barrier::kPFull))",
+        "if (lane == 0) ptx::mbarrier_arrive(barrier(Barrier::kPFull))",
+        256,
+    ),
+    "other warps do not wait for the turn": Fault(PAIR, "sync_warpgroup();\n        turn_to", "turn_to", 256),
+    "the last turn of a tile is not passed": Fault(PAIR, "pass_turn();\n      ptx::barrier", "ptx::barrier", 256),
+    "Q comes to one block": Fault(PAIR, "steps.head),\n                3);", "steps.head),\n                1);", 256),
     "P is not waited for": Fault(PAIR, "ptx::mbarrier_wait(barrier(Barrier::kPFull), ds_parity);", "", 256),
     "dS leaves without a fence": Fault(
         PAIR, "ptx::fence_async_proxy();\n          sync_warpgroup();  // dS", "sync_warpgroup();  // dS", 256
@@ -530,7 +539,7 @@ FAULTS = {
     ),
     "a turn is half a tile": Fault(PAIR, "ptx::load_acquire(turn) / 4 !=", "ptx::load_acquire(turn) / 2 !=", 256),
     "the turn moves on for other warps": Fault(
-        PAIR, "sync_warpgroup();\n        if (leader) ptx::red_release_add", "if (leader) ptx::red_release_add", 256
+        PAIR, "sync_warpgroup();\n      if (leader) ptx::red", "if (leader) ptx::red", 256
     ),
     "dQ is added past the end": Fault(PAIR, "if (row + r * 8 < work.seqlen_q)\n#pragma", "if (true)\n#pragma", 256),
     "keys come while dK leaves": Fault(
@@ -541,6 +550,9 @@ FAULTS = {
     ),
     # what is around them
     "the queue is read early": Fault(ONE, "ptx::wait_for_previous_kernel();", ""),
+    "dQ is converted early": Fault(
+        "sm80/bwd_convert.cuh", "if constexpr (Config::kStartsEarly) ptx::wait_for_previous_kernel();", ""
+    ),
     "the list of tiles is not waited for": Fault(
         PREPROCESS, "if constexpr (Config::kStartsEarly) ptx::wait_for_previous_kernel();", ""
     ),
