@@ -538,9 +538,6 @@ FAULTS = {
         PAIR, "ptx::barrier_sync(1, 256);  // both", "// both", 256
     ),
     "a turn is half a tile": Fault(PAIR, "ptx::load_acquire(turn) / 4 !=", "ptx::load_acquire(turn) / 2 !=", 256),
-    "the turn moves on for other warps": Fault(
-        PAIR, "sync_warpgroup();\n      if (leader) ptx::red", "if (leader) ptx::red", 256
-    ),
     "dQ is added past the end": Fault(PAIR, "if (row + r * 8 < work.seqlen_q)\n#pragma", "if (true)\n#pragma", 256),
     "keys come while dK leaves": Fault(
         PAIR,
