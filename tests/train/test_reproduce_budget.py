@@ -180,6 +180,15 @@ def test_traces_without_a_step_or_kernels(trace: dict[str, Any], broken: Any, me
         read_trace({"traceEvents": broken(trace["traceEvents"])})
 
 
+def test_a_kernel_of_unknown_launch_is_what_its_name_says(trace: dict[str, Any]) -> None:
+    """It runs long after the host asked for it: in what range the host is meanwhile says nothing."""
+    events = trace["traceEvents"]
+    step = {"ph": "X", "cat": "kernel", "name": ATTENTION, "ts": 10_650, "dur": 20, "args": {"correlation": 999}}
+    late = {"ph": "X", "cat": "cpu_op", "name": "_LinearCrossEntropy", "ts": 10_640, "dur": 50, "tid": 1}
+    seconds = read_trace({"traceEvents": [*events, step, late]}).seconds
+    assert round(1e6 * seconds[Class.attention]) == MICROSECONDS[Class.attention] + 20
+
+
 def test_table_sentences_and_picture(trace: dict[str, Any], tmp_path: Path) -> None:
     cell = {
         "row": "1.3b_2k",
