@@ -192,33 +192,42 @@ def check_writable(run_dir: Path) -> None:
         ValueError: it cannot be made or written to.
     """
     try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        probe = run_dir / ".writable"
-        probe.touch()
-        probe.unlink()
+        probe_folder(run_dir)
     except OSError as error:
         raise ValueError(
             f"run_root must be a folder that can be written to, got {run_dir} ({error.strerror})"
         ) from error
 
 
+def probe_folder(folder: Path) -> None:
+    """Make a folder and a file in it; an OSError where that is not possible."""
+    folder.mkdir(parents=True, exist_ok=True)
+    probe = folder / ".writable"
+    probe.touch()
+    probe.unlink()
+
+
+_IN_USE = "{} is in use by another process that trains there: wait for it, or name=… starts another"
+
+
 @contextmanager
-def locked(run_dir: Path) -> Iterator[None]:
+def locked(run_dir: Path, in_use: str = _IN_USE) -> Iterator[None]:
     """Holds the run's directory for this process: two runs in one would mix metrics and remove each other's files.
 
     The system releases the lock however the process ends, and a forked worker does not inherit it.
 
+    Args:
+        in_use: what is said where another process holds it.
+
     Raises:
-        ValueError: another process trains in this directory.
+        ValueError: another process holds this directory.
     """
     with (run_dir / ".lock").open("a") as file:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno in (errno.EACCES, errno.EAGAIN):
-                raise ValueError(
-                    f"{run_dir} is in use by another process that trains there: wait for it, or name=… starts another"
-                ) from None
+                raise ValueError(in_use.format(run_dir)) from None
             # otherwise a file system without locks: the run goes on without one
         yield
 

@@ -154,12 +154,21 @@ def _check_same_row(row: str, plain: RunConfig, run: RunConfig) -> None:
     plain.data.cache_dir, plain.data.processes = run.data.cache_dir, run.data.processes
     if plain.data != run.data or plain.tokenizer != run.tokenizer:
         raise ValueError("overrides must keep data.* and tokenizer.* as documents=dense and =packed set them")
-    for key in ("name", "run_root", "attention"):
+    for key in ("name", "run_root", "attention", "overwrite", "resume", "dry_run"):
         if getattr(plain, key) != getattr(run, key):
             raise ValueError(f"overrides must keep {key}: this command's own keys set it")
     for key in ("max_steps", "log_every", "overfit_one_batch"):
         if getattr(plain.trainer, key) != getattr(run.trainer, key):
             raise ValueError(f"overrides must keep trainer.{key}: warm_steps and steps set the length of the run")
+    if run.trainer.profile:
+        raise ValueError(
+            "overrides must keep trainer.profile=false, got true: profiled steps are slower; budget=true adds one"
+        )
+    if run.trainer.accelerator != plain.trainer.accelerator:
+        raise ValueError(
+            f"overrides must keep trainer.accelerator={plain.trainer.accelerator}, got {run.trainer.accelerator}: "
+            "the record says one machine's device for all"
+        )
     if (run.trainer.devices, run.trainer.num_nodes) != (1, 1):
         raise ValueError(f"overrides must keep trainer.devices=1, got {run.trainer.devices}: the table is of one GPU")
 
