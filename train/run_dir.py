@@ -19,6 +19,7 @@ from typing import Any
 
 import yaml
 
+from model.config import COMPUTATION
 from train.checkpoint import checkpoint_step, differences, list_checkpoints, newest_readable, plain, read_checkpoint
 from train.metrics import cut_back
 from train.schema import RunConfig
@@ -145,9 +146,8 @@ def check_same_shape(checkpoint: dict[str, Any], run_config: dict[str, Any]) -> 
 
 
 def _refuse_other_shape(shape: dict[str, tuple[Any, Any]]) -> None:
-    # loss_chunk_tokens is memory and speed only: the weights and the loss are the same
     listed = ", ".join(
-        f"model.{key} is {new!r} and was {old!r}" for key, (old, new) in shape.items() if key != "loss_chunk_tokens"
+        f"model.{key} is {new!r} and was {old!r}" for key, (old, new) in shape.items() if key not in COMPUTATION
     )
     if listed:
         raise ValueError(f"resume: the model differs from the checkpoint's: {listed}")
@@ -158,7 +158,10 @@ def _say_changes(changed: dict[str, tuple[Any, Any]], say: Callable[[str], None]
         old, new = changed.pop("trainer.max_steps")
         say(f"resume: trainer.max_steps is {new} and was {old}; the learning rate follows the schedule of {new} steps")
     silent = ("resume", "overwrite", "name", "run_root", "dry_run", "data.", "model.")
-    listed = [f"{key} {old!r} → {new!r}" for key, (old, new) in changed.items() if not key.startswith(silent)]
+    said = [f"model.{key}" for key in COMPUTATION]
+    listed = [
+        f"{key} {old!r} → {new!r}" for key, (old, new) in changed.items() if key in said or not key.startswith(silent)
+    ]
     if listed:
         say(f"resume: changed since the checkpoint: {', '.join(listed)}")
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from model.attention import DENSE_BACKENDS
-from model.config import GPTConfig
+from model.config import COMPUTATION, GPTConfig
 from model.memory import memory_estimate
 from train import build, cli
 from train.__main__ import COMMAND
@@ -55,9 +55,6 @@ ROWS = {
 _PACKED = ("data=stdlib", "tokenizer=train", "model.vocab_size=50257")
 _TOKENS_PER_DOCUMENT = 256
 PACKED_TEXT = "the Python standard library's sources, BPE of 4096 ids"
-
-# Keys of the model that change how it is computed, and not what it is.
-_FREE = ("loss_chunk_tokens", "residual_fp32", "logits_fp32")
 
 # The estimate is of eager PyTorch, a compiled block keeps less: a cell that it puts a little above the memory is tried.
 _ESTIMATE_MAY_EXCEED = 1.25
@@ -144,8 +141,8 @@ def _cell(config: ReproduceConfig, row: str, data: str, attention: str) -> Cell:
 def _check_same_row(row: str, plain: RunConfig, run: RunConfig) -> None:
     """Refuses overrides after which the row's name would no longer say what was measured."""
     changed = {key for key, value in vars(run.model).items() if value != getattr(plain.model, key)}
-    if changed - set(_FREE):
-        listed = ", ".join(f"model.{key}" for key in sorted(changed - set(_FREE)))
+    if changed - set(COMPUTATION):
+        listed = ", ".join(f"model.{key}" for key in sorted(changed - set(COMPUTATION)))
         raise ValueError(f"overrides must keep the model of the row {row}, got another {listed}")
     for key in ("context", "global_batch_tokens"):
         old, new = getattr(plain.batch, key), getattr(run.batch, key)
