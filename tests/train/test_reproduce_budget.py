@@ -67,6 +67,7 @@ NAMES: list[tuple[str, Class]] = [
         Class.clipping,
     ),
     ("void at::native::lpnorm_cleanup<float, (at::native::NormType)1, float, float, 1>", Class.clipping),
+    ("void thrust::THRUST_300001_SM_900_NS::cuda_cub::core::detail::_kernel_agent<Agent>(long)", Class.elementwise),
     ("fused_linear_cross_entropy_kernel", Class.loss),
     ("Memcpy HtoD (Pinned -> Device)", Class.data),
     ("Memcpy DtoH (Device -> Pageable)", Class.logging),

@@ -54,7 +54,7 @@ KERNELS: tuple[tuple[str, Class], ...] = (
     (r"Memcpy|Memset", Class.elementwise),
     (r"triton_", Class.elementwise),
     (
-        r"at::native|at_cuda_detail|\bcub::|multi_tensor_apply|(?i:softmax|(layer|rms)_?norm|elementwise|gelu|rotary)",
+        r"at::native|at_cuda_detail|\b(cuda_)?cub::|multi_tensor_apply|(?i:softmax|(layer|rms)_?norm|elementwise|gelu|rotary)",
         Class.elementwise,
     ),
 )
