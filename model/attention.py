@@ -77,15 +77,17 @@ def sdpa_flash_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, ma
     """
     q, k, v = (_heads_first(x, max_seqlen) for x in (q, k, v))
     if q.is_cuda:
-        return _tokens_first(_aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True, False)[0])
-    return _tokens_first(_aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)[0])
+        return _tokens_first(_aten._scaled_dot_product_flash_attention.default(q, k, v, 0.0, True, False)[0])
+    return _tokens_first(_aten._scaled_dot_product_flash_attention_for_cpu.default(q, k, v, 0.0, True)[0])
 
 
 def sdpa_cudnn_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
     """SDPA's cuDNN operator itself, CUDA; every document is `max_seqlen` long."""
     q, k, v = (_heads_first(x, max_seqlen) for x in (q, k, v))
     with_lse = True  # the backward pass reads it
-    return _tokens_first(_aten._scaled_dot_product_cudnn_attention(q, k, v, None, with_lse, 0.0, True, False)[0])
+    return _tokens_first(
+        _aten._scaled_dot_product_cudnn_attention.default(q, k, v, None, with_lse, 0.0, True, False)[0]
+    )
 
 
 def eager_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
@@ -130,6 +132,7 @@ def _(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, probabilities: Tensor) -> t
 
 
 def _keep_for_backward(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.set_materialize_grads(False)  # a zero gradient of the probabilities, as large as all the scores
     ctx.save_for_backward(*inputs, output[1])
 
 

@@ -21,6 +21,10 @@ class Position(Enum):
     rotary = "rotary"
 
 
+# Keys of `GPTConfig` that say how a model is computed, and not what it is: its weights are the same.
+COMPUTATION = ("loss_chunk_tokens", "residual_fp32", "logits_fp32")
+
+
 def _require(ok: bool, key: str, rule: str, value: object) -> None:
     if not ok:
         raise ValueError(f"model.{key} must be {rule}, got {value!r}")

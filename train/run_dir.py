@@ -19,6 +19,7 @@ from typing import Any
 
 import yaml
 
+from model.config import COMPUTATION
 from train.checkpoint import checkpoint_step, differences, list_checkpoints, newest_readable, plain, read_checkpoint
 from train.metrics import cut_back
 from train.schema import RunConfig
@@ -145,9 +146,8 @@ def check_same_shape(checkpoint: dict[str, Any], run_config: dict[str, Any]) -> 
 
 
 def _refuse_other_shape(shape: dict[str, tuple[Any, Any]]) -> None:
-    # loss_chunk_tokens is memory and speed only: the weights and the loss are the same
     listed = ", ".join(
-        f"model.{key} is {new!r} and was {old!r}" for key, (old, new) in shape.items() if key != "loss_chunk_tokens"
+        f"model.{key} is {new!r} and was {old!r}" for key, (old, new) in shape.items() if key not in COMPUTATION
     )
     if listed:
         raise ValueError(f"resume: the model differs from the checkpoint's: {listed}")
@@ -158,7 +158,10 @@ def _say_changes(changed: dict[str, tuple[Any, Any]], say: Callable[[str], None]
         old, new = changed.pop("trainer.max_steps")
         say(f"resume: trainer.max_steps is {new} and was {old}; the learning rate follows the schedule of {new} steps")
     silent = ("resume", "overwrite", "name", "run_root", "dry_run", "data.", "model.")
-    listed = [f"{key} {old!r} → {new!r}" for key, (old, new) in changed.items() if not key.startswith(silent)]
+    said = [f"model.{key}" for key in COMPUTATION]
+    listed = [
+        f"{key} {old!r} → {new!r}" for key, (old, new) in changed.items() if key in said or not key.startswith(silent)
+    ]
     if listed:
         say(f"resume: changed since the checkpoint: {', '.join(listed)}")
 
@@ -192,33 +195,42 @@ def check_writable(run_dir: Path) -> None:
         ValueError: it cannot be made or written to.
     """
     try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        probe = run_dir / ".writable"
-        probe.touch()
-        probe.unlink()
+        probe_folder(run_dir)
     except OSError as error:
         raise ValueError(
             f"run_root must be a folder that can be written to, got {run_dir} ({error.strerror})"
         ) from error
 
 
+def probe_folder(folder: Path) -> None:
+    """Make a folder and a file in it; an OSError where that is not possible."""
+    folder.mkdir(parents=True, exist_ok=True)
+    probe = folder / ".writable"
+    probe.touch()
+    probe.unlink()
+
+
+_IN_USE = "{} is in use by another process that trains there: wait for it, or name=… starts another"
+
+
 @contextmanager
-def locked(run_dir: Path) -> Iterator[None]:
+def locked(run_dir: Path, in_use: str = _IN_USE) -> Iterator[None]:
     """Holds the run's directory for this process: two runs in one would mix metrics and remove each other's files.
 
     The system releases the lock however the process ends, and a forked worker does not inherit it.
 
+    Args:
+        in_use: what is said where another process holds it.
+
     Raises:
-        ValueError: another process trains in this directory.
+        ValueError: another process holds this directory.
     """
     with (run_dir / ".lock").open("a") as file:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno in (errno.EACCES, errno.EAGAIN):
-                raise ValueError(
-                    f"{run_dir} is in use by another process that trains there: wait for it, or name=… starts another"
-                ) from None
+                raise ValueError(in_use.format(run_dir)) from None
             # otherwise a file system without locks: the run goes on without one
         yield
 

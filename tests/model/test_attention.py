@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import model.attention as attention
-from model.attention import reference_attention, resolve_attention, torch_attention
+from model.attention import eager_attention, reference_attention, resolve_attention, torch_attention
 
 CPU = torch.device("cpu")
 
@@ -185,3 +188,20 @@ def test_torch_backend_against_the_reference(nheads_kv: int) -> None:
     for ours, reference in zip((outs[0], *grads[0]), (outs[1], *grads[1]), strict=True):
         assert ours[real:].abs().max() == 0
         assert (ours - reference).norm() < 0.01 * reference.norm()
+
+
+def test_eager_makes_no_gradient_for_its_probabilities() -> None:
+    """Zeros as large as all the scores, which nobody reads."""
+    made: list[str] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            made.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    q = torch.randn(16, 2, 8, requires_grad=True)
+    out = eager_attention(q, q, q, torch.tensor([0, 16], dtype=torch.int32), 16)
+    with Watch():
+        out.sum().backward()
+    assert any("eager_attention_backward" in name for name in made)
+    assert not [name for name in made if "zeros" in name]

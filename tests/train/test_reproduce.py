@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import re
 import shlex
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -137,6 +141,9 @@ def test_packed_documents_and_what_has_no_lengths(folder: Path, capsys: pytest.C
         (["rows=debug", "overrides=optim.lrr=9"], "unknown key 'optim.lrr'"),
         (["rows=debug", "micro_batch_tokens=300"], "batch.global_batch_tokens must be a multiple"),
         (["rows=debug", "attention=eager", "budget=true"], "budget must be false on a machine without a CUDA GPU"),
+        (["rows=debug", "overrides=trainer.profile=true"], "overrides must keep trainer.profile=false"),
+        (["rows=debug", "overrides=trainer.accelerator=cpu"], "overrides must keep trainer.accelerator=auto, got cpu"),
+        (["rows=debug", "overrides=dry_run=true"], "overrides must keep dry_run: this command's own keys set it"),
         (["rows=[]"], "merge must name records where rows is empty"),
         (["row=debug"], "unknown key 'row', did you mean rows?"),
     ],
@@ -149,6 +156,65 @@ def test_mistakes_are_one_line(
     assert main([*arguments, f"output={tmp_path}"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert re.match(rf"train.reproduce: error: {message}", line)
+
+
+@pytest.mark.parametrize("output", ["/proc/nowhere", "{}/file"])
+def test_an_output_that_cannot_be_written_costs_no_cell(
+    output: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cell_module, "run_apart", lambda cell: pytest.fail("must not run"))
+    (tmp_path / "file").touch()
+    assert main(["rows=debug", "attention=eager", "documents=dense", f"output={output.format(tmp_path)}"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("train.reproduce: error: output must be a folder that can be written to, got /")
+
+
+def test_two_commands_do_not_write_one_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code = (
+        "import sys; from pathlib import Path; from train.run_dir import locked\n"
+        "with locked(Path(sys.argv[1])): print('held', flush=True); sys.stdin.read()"
+    )
+    arguments = [sys.executable, "-c", code, str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(
+        arguments, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "held\n"
+        assert main(["rows=debug", "attention=eager", "documents=dense", f"output={tmp_path}"]) == 2
+        other.communicate("")
+    assert "is in use by another train.reproduce" in capsys.readouterr().err
+    assert not (tmp_path / "reproduce.json").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_a_cell_ends_with_its_command_and_without_a_traceback(tmp_path: Path, number: int) -> None:
+    """To the whole group, as a terminal's Ctrl-C is."""
+    arguments = ["rows=debug", "attention=eager", "documents=dense", "steps=100000", f"output={tmp_path}/out"]
+    command = subprocess.Popen(
+        [sys.executable, "-m", "train.reproduce", *arguments],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    assert command.stdout is not None
+    for line in command.stdout:
+        if line.startswith("model: "):
+            break
+    if number == signal.SIGINT:
+        os.killpg(command.pid, number)
+    else:
+        command.send_signal(number)
+    began = time.monotonic()
+    rest = command.stdout.read()  # to its end, which comes when the cell has let go of it too
+    assert time.monotonic() - began < 20
+    assert "Traceback" not in rest
+    assert command.wait() == (130 if number == signal.SIGINT else -number)
+    if number == signal.SIGINT:
+        assert f"interrupted: what had finished is in {tmp_path}/out/reproduce.json" in rest
 
 
 def test_help(capfd: pytest.CaptureFixture[str]) -> None:
@@ -201,7 +267,13 @@ def test_an_out_of_memory_costs_one_cell_alone(tmp_path: Path, monkeypatch: pyte
 
 @pytest.mark.parametrize(
     ("raised", "status"),
-    [(ValueError("a rule"), "refused"), (RuntimeError("CUBLAS_STATUS_ALLOC_FAILED"), "out_of_memory")],
+    [
+        (ValueError("a rule"), "refused"),
+        (ModuleNotFoundError("No module named 'wandb'"), "refused"),
+        (RuntimeError("CUBLAS_STATUS_ALLOC_FAILED"), "out_of_memory"),
+        (RuntimeError("CUDA error: out of memory"), "out_of_memory"),
+        (RuntimeError("aoti_torch_empty_strided(layout.dims(), ...) API call failed at api.cpp"), "out_of_memory"),
+    ],
 )
 def test_errors_are_results(monkeypatch: pytest.MonkeyPatch, raised: Exception, status: str) -> None:
     def fit(config: Any, probe: Any) -> None:
@@ -210,6 +282,22 @@ def test_errors_are_results(monkeypatch: pytest.MonkeyPatch, raised: Exception, 
     monkeypatch.setattr("train.fit.fit", fit)
     result = cell_module.measure(one("rows=debug", "attention=eager", "documents=dense"), 0.0)
     assert result == {"status": status, "reason": str(raised)}
+
+
+@pytest.mark.parametrize(
+    ("raised", "status"),
+    [(ModuleNotFoundError("No module named 'tokenizers'"), "refused"), (RuntimeError("nvcc failed"), "crashed")],
+)
+def test_what_a_cell_cannot_be_prepared_for_costs_that_cell_alone(
+    monkeypatch: pytest.MonkeyPatch, raised: Exception, status: str
+) -> None:
+    def build_data(config: Any) -> None:
+        raise raised
+
+    monkeypatch.setattr("train.build.build_data", build_data)
+    found = cell_module.outcome(one("rows=debug", "attention=reference", "documents=packed"))
+    assert found["status"] == status
+    assert str(raised) in found["reason"]
 
 
 def test_a_result_comes_out_of_the_cells_own_process() -> None:
@@ -432,6 +520,24 @@ def test_a_variant_does_not_hide_the_recipe() -> None:
     assert tables._find(book, "1.3b_2k", "dense", "fa2")["recipe"]  # type: ignore[index]
     book["cells"].pop()
     assert tables._short(copy.deepcopy(variant)).endswith("*")
+
+
+def test_details_show_the_variants_beside_the_recipe() -> None:
+    copies = ["trainer.weight_copies=true"]
+    variant = measured("fa2", "1", 70_000.0, recipe=False, overrides=copies, budget={})
+    failed = {**variant, "status": "crashed", "reason": "why", "overrides": ["seed=1"]}
+    recipe = measured("fa2", "1", 67_600.0, budget={})
+    book = {"machine": MACHINE, "invocations": [], "cells": [failed, variant, recipe]}
+    details = tables.details(book)
+    assert details.index("| fa2 | 61.5%") < details.index("| fa2, trainer.weight_copies=true micro-batch 32,768 |")
+    assert "- 1.3B, 2k dense, fa2, seed=1 micro-batch 32,768: why." in details
+    assert tables.budget_name(recipe) == "budget_1.3b_2k_dense_fa2"
+    assert tables.budget_name(variant) == "budget_1.3b_2k_dense_fa2_32768_trainer.weight_copies=true"
+
+
+def test_small_rates_are_not_rounded_to_nothing() -> None:
+    book = {"machine": MACHINE, "cells": [measured("fa2", "1", 1.0, matmul_tflops=[0.0139, 0.0243])]}
+    assert "0.0139 to 0.0243 TFLOP/s" in tables.notes(book)
 
 
 def test_samples_of_the_gpu() -> None:

@@ -67,6 +67,7 @@ NAMES: list[tuple[str, Class]] = [
         Class.clipping,
     ),
     ("void at::native::lpnorm_cleanup<float, (at::native::NormType)1, float, float, 1>", Class.clipping),
+    ("void thrust::THRUST_300001_SM_900_NS::cuda_cub::core::detail::_kernel_agent<Agent>(long)", Class.elementwise),
     ("fused_linear_cross_entropy_kernel", Class.loss),
     ("Memcpy HtoD (Pinned -> Device)", Class.data),
     ("Memcpy DtoH (Device -> Pageable)", Class.logging),
@@ -178,6 +179,15 @@ def test_the_parts_add_up_to_the_step(trace: dict[str, Any], tmp_path: Path) -> 
 def test_traces_without_a_step_or_kernels(trace: dict[str, Any], broken: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         read_trace({"traceEvents": broken(trace["traceEvents"])})
+
+
+def test_a_kernel_of_unknown_launch_is_what_its_name_says(trace: dict[str, Any]) -> None:
+    """It runs long after the host asked for it: in what range the host is meanwhile says nothing."""
+    events = trace["traceEvents"]
+    step = {"ph": "X", "cat": "kernel", "name": ATTENTION, "ts": 10_650, "dur": 20, "args": {"correlation": 999}}
+    late = {"ph": "X", "cat": "cpu_op", "name": "_LinearCrossEntropy", "ts": 10_640, "dur": 50, "tid": 1}
+    seconds = read_trace({"traceEvents": [*events, step, late]}).seconds
+    assert round(1e6 * seconds[Class.attention]) == MICROSECONDS[Class.attention] + 20
 
 
 def test_table_sentences_and_picture(trace: dict[str, Any], tmp_path: Path) -> None:

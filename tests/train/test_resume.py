@@ -413,3 +413,24 @@ def test_a_changed_rate_is_said_and_used(base: RunConfig, capsys: pytest.Capture
     groups = read_checkpoint(result.checkpoint)["optimizer_states"][0]["param_groups"]
     assert [group["weight_decay"] for group in groups] == [0.0, 0.0]
     assert {tuple(group["betas"]) for group in groups} == {(0.9, 0.9)}
+
+
+def test_how_the_model_is_computed_may_change_and_a_checkpoint_may_not_know_it(
+    base: RunConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One that was written before these keys were there goes on too."""
+    config = named(base, "computed")
+    crashed(config, 6)
+    path = list_checkpoints(Path(base.run_root) / "computed")[0]
+    checkpoint = read_checkpoint(path)
+    for model in (checkpoint["run_config"]["model"], checkpoint["model_config"]):
+        del model["residual_fp32"], model["logits_fp32"]
+    torch.save(checkpoint, path.with_suffix(".new"))  # not over the file, which is mapped into memory
+    path.with_suffix(".new").replace(path)
+    capsys.readouterr()
+    result = fit(replace(config, resume="auto", model=replace(base.model, logits_fp32=False, loss_chunk_tokens=64)))
+    assert result.step == STEPS
+    said = capsys.readouterr().out
+    assert "model.residual_fp32 None → False" in said
+    assert "model.logits_fp32 None → False" in said
+    assert "model.loss_chunk_tokens" in said

@@ -20,17 +20,31 @@ Record = dict[str, Any]
 
 def run(config: ReproduceConfig) -> None:
     # torch takes seconds to import: mistakes and help come before it
-    from train.reproduce import plot, record, tables
+    from train.reproduce import record
     from train.reproduce.rows import cells
+    from train.run_dir import locked
 
-    folder = Path(config.output)
-    path = folder / "reproduce.json"
     chosen = cells(config)
+    folder = record.open_folder(config.output)
+    with locked(folder, record.IN_USE):
+        _run(config, chosen, folder)
+
+
+def _run(config: ReproduceConfig, chosen: Sequence[Any], folder: Path) -> None:
+    from train.reproduce import plot, record, tables
+
+    path = folder / "reproduce.json"
     if chosen and config.budget and record.device().type != "cuda":
         raise ValueError("budget must be false on a machine without a CUDA GPU, whose kernels it looks at; got true")
     machine = record.describe_machine(record.device()) if chosen else None
     book = record.open_record(path, machine, config.merge)
-    errors = measure_all(config, chosen, book, path) if chosen else []
+    try:
+        errors = measure_all(config, chosen, book, path) if chosen else []
+    except KeyboardInterrupt:
+        print(
+            f"interrupted: what had finished is in {path}; rows=[] with this output makes its tables", file=sys.stderr
+        )
+        raise
     record.write(book, path)
     said = "\n\n".join(part for part in (tables.summary(book), tables.details(book), tables.notes(book)) if part)
     for cell in book["cells"]:

@@ -29,7 +29,7 @@ class Kernel:
     name: str
     start: float
     end: float
-    launched: float  # when the host asked for it
+    launched: float | None  # when the host asked for it; None where the trace does not say
 
 
 @dataclass
@@ -77,7 +77,7 @@ def read_trace(trace: dict[str, Any]) -> Budget:
             e["name"],
             float(e["ts"]),
             float(e["ts"]) + float(e["dur"]),
-            launches.get(e.get("args", {}).get("correlation"), float(e["ts"])),
+            launches.get(e.get("args", {}).get("correlation")),
         )
         for e in events
         if e.get("cat") in _ON_GPU
@@ -122,7 +122,7 @@ def _inside(times: Sequence[tuple[float, float]], moment: float) -> bool:
 def classify(kernel: Kernel, ranges: Iterable[tuple[Class, list[tuple[float, float]]]]) -> Class:
     """The class of one kernel: that of the range it was launched in, otherwise that of its name."""
     by_name = class_of_kernel(kernel.name)
-    if by_name in _COPIES:
+    if by_name in _COPIES or kernel.launched is None:
         return by_name
     for kind, times in ranges:
         if _inside(times, kernel.launched):

@@ -9,7 +9,9 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import signal
 import tempfile
+import threading
 import time
 import traceback
 from pathlib import Path
@@ -31,6 +33,10 @@ from train.run_dir import write_json
 
 Result = dict[str, Any]
 
+_RULES = (ValueError, OSError, ModuleNotFoundError)  # what says in words why a cell cannot run
+# Where memory ends outside of torch's allocator calls: cuBLAS and cuDNN, the driver and Triton, an extension's tensors.
+_NO_MEMORY = ("ALLOC_FAILED", "out of memory", "aoti_torch_empty_strided")
+
 
 def outcome(cell: Cell) -> Result:
     """The cell's entry in the record: measured, or the reason why it is not."""
@@ -44,8 +50,10 @@ def outcome(cell: Cell) -> Result:
         build.build_attention(cell.config, lambda line: None)
         if cell.data == "packed":
             build.build_data(cell.config)
-    except ValueError as error:
+    except _RULES as error:
         return described | {"status": "refused", "reason": str(error)}
+    except Exception as error:
+        return described | _crashed(error)
     return described | run_apart(cell)
 
 
@@ -82,11 +90,16 @@ def run_apart(cell: Cell) -> Result:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "result.json"
         process = multiprocessing.get_context("spawn").Process(target=_child, args=(cell, path, time.time()))
+        # The child inherits that it ignores Ctrl-C, which is for this process: it would answer with a traceback.
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN) if in_main_thread else None
         process.start()
         try:
+            if in_main_thread:
+                signal.signal(signal.SIGINT, before)
             process.join()
         except BaseException:
-            process.terminate()
+            process.kill()  # Lightning would finish the step on SIGTERM
             process.join()
             raise
         if path.exists():
@@ -95,7 +108,16 @@ def run_apart(cell: Cell) -> Result:
 
 
 def _child(cell: Cell, path: Path, started: float) -> None:
+    threading.Thread(target=_leave_with_parent, daemon=True, name="parent").start()
     write_json(path, measure(cell, started))
+
+
+def _leave_with_parent() -> None:
+    """A cell that outlived a killed command would hold the GPU, and slow whatever is measured next."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "a cell is a child"
+    parent.join()
+    os._exit(1)
 
 
 def measure(cell: Cell, started: float) -> Result:
@@ -112,14 +134,18 @@ def measure(cell: Cell, started: float) -> Result:
     probe = Probe(cell.attention, cell.warm_steps, cell.steps, cell.budget, started)
     try:
         fit(cell.config, probe)
-    except ValueError as error:
+    except _RULES as error:
         return {"status": "refused", "reason": str(error)}
     except Exception as error:
-        if type(error).__name__ == "OutOfMemoryError" or "ALLOC_FAILED" in str(error):  # the latter is cuBLAS's
+        if type(error).__name__ == "OutOfMemoryError" or any(sign in str(error) for sign in _NO_MEMORY):
             return {"status": "out_of_memory", "reason": _first_line(error)}
-        traceback.print_exc()
-        return {"status": "crashed", "reason": f"{type(error).__name__}: {_first_line(error)}"}
+        return _crashed(error)
     return {"status": "ok", **probe.result, **_of_run(cell)}
+
+
+def _crashed(error: Exception) -> Result:
+    traceback.print_exception(error)
+    return {"status": "crashed", "reason": f"{type(error).__name__}: {_first_line(error)}"}
 
 
 def _first_line(error: Exception) -> str:

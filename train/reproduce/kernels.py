@@ -54,7 +54,7 @@ KERNELS: tuple[tuple[str, Class], ...] = (
     (r"Memcpy|Memset", Class.elementwise),
     (r"triton_", Class.elementwise),
     (
-        r"at::native|at_cuda_detail|\bcub::|multi_tensor_apply|(?i:softmax|(layer|rms)_?norm|elementwise|gelu|rotary)",
+        r"at::native|at_cuda_detail|\b(cuda_)?cub::|multi_tensor_apply|(?i:softmax|(layer|rms)_?norm|elementwise|gelu|rotary)",
         Class.elementwise,
     ),
 )
@@ -100,7 +100,7 @@ def check_attention(backend: str, ran: Iterable[str], on_gpu: bool) -> list[str]
     wanted, others = expected[backend]
     own = [name for name in names if re.search(wanted, name)]
     if not own:
-        listed = ", ".join(name[:60] for name in names[:12]) or "none at all"
+        listed = ", ".join(name[:60] for name in names[:12]) or "none at all (is CUPTI there?)"
         raise ValueError(f"attention={backend} must run kernels named like {wanted!r}, the profiler saw {listed}")
     if wrong := [name for name in names if re.search(others, name)]:
         raise ValueError(

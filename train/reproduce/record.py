@@ -22,11 +22,13 @@ from typing import Any
 import torch
 
 from train.environment import environment
-from train.run_dir import write_json
+from train.run_dir import probe_folder, write_json
 
 Record = dict[str, Any]
 # What must agree before figures lie in one record.
 IDENTITY = ("gpu", "driver", "torch", "cuda", "cudnn", "cpu", "commit")
+# Of two that write one record, the later would lose the other's cells.
+IN_USE = "output={} is in use by another train.reproduce: wait for it, two at once would slow each other"
 
 
 def describe_machine(where: torch.device) -> Record:
@@ -67,6 +69,20 @@ def _clocks(where: torch.device) -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip()
+
+
+def open_folder(output: str) -> Path:
+    """The folder of the record, made if it is not there: before the first cell, not after minutes of measuring.
+
+    Raises:
+        ValueError: it cannot be made or written to.
+    """
+    folder = Path(output)
+    try:
+        probe_folder(folder)
+    except OSError as error:
+        raise ValueError(f"output must be a folder that can be written to, got {output} ({error.strerror})") from error
+    return folder
 
 
 def open_record(path: Path, machine: Record | None, merge: Iterable[str]) -> Record:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from model.attention import DENSE_BACKENDS
-from model.config import GPTConfig
+from model.config import COMPUTATION, GPTConfig
 from model.memory import memory_estimate
 from train import build, cli
 from train.__main__ import COMMAND
@@ -55,9 +55,6 @@ ROWS = {
 _PACKED = ("data=stdlib", "tokenizer=train", "model.vocab_size=50257")
 _TOKENS_PER_DOCUMENT = 256
 PACKED_TEXT = "the Python standard library's sources, BPE of 4096 ids"
-
-# Keys of the model that change how it is computed, and not what it is.
-_FREE = ("loss_chunk_tokens", "residual_fp32", "logits_fp32")
 
 # The estimate is of eager PyTorch, a compiled block keeps less: a cell that it puts a little above the memory is tried.
 _ESTIMATE_MAY_EXCEED = 1.25
@@ -144,8 +141,8 @@ def _cell(config: ReproduceConfig, row: str, data: str, attention: str) -> Cell:
 def _check_same_row(row: str, plain: RunConfig, run: RunConfig) -> None:
     """Refuses overrides after which the row's name would no longer say what was measured."""
     changed = {key for key, value in vars(run.model).items() if value != getattr(plain.model, key)}
-    if changed - set(_FREE):
-        listed = ", ".join(f"model.{key}" for key in sorted(changed - set(_FREE)))
+    if changed - set(COMPUTATION):
+        listed = ", ".join(f"model.{key}" for key in sorted(changed - set(COMPUTATION)))
         raise ValueError(f"overrides must keep the model of the row {row}, got another {listed}")
     for key in ("context", "global_batch_tokens"):
         old, new = getattr(plain.batch, key), getattr(run.batch, key)
@@ -154,12 +151,21 @@ def _check_same_row(row: str, plain: RunConfig, run: RunConfig) -> None:
     plain.data.cache_dir, plain.data.processes = run.data.cache_dir, run.data.processes
     if plain.data != run.data or plain.tokenizer != run.tokenizer:
         raise ValueError("overrides must keep data.* and tokenizer.* as documents=dense and =packed set them")
-    for key in ("name", "run_root", "attention"):
+    for key in ("name", "run_root", "attention", "overwrite", "resume", "dry_run"):
         if getattr(plain, key) != getattr(run, key):
             raise ValueError(f"overrides must keep {key}: this command's own keys set it")
     for key in ("max_steps", "log_every", "overfit_one_batch"):
         if getattr(plain.trainer, key) != getattr(run.trainer, key):
             raise ValueError(f"overrides must keep trainer.{key}: warm_steps and steps set the length of the run")
+    if run.trainer.profile:
+        raise ValueError(
+            "overrides must keep trainer.profile=false, got true: profiled steps are slower; budget=true adds one"
+        )
+    if run.trainer.accelerator != plain.trainer.accelerator:
+        raise ValueError(
+            f"overrides must keep trainer.accelerator={plain.trainer.accelerator}, got {run.trainer.accelerator}: "
+            "the record says one machine's device for all"
+        )
     if (run.trainer.devices, run.trainer.num_nodes) != (1, 1):
         raise ValueError(f"overrides must keep trainer.devices=1, got {run.trainer.devices}: the table is of one GPU")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -43,11 +44,15 @@ def _header(*titles: str) -> list[str]:
     return [_line(titles), "|" + " --- |" * len(titles)]
 
 
+def _all(record: Record, row: str, data: str, attention: str) -> list[Record]:
+    """The cells of one place in the table: what was measured first, the recipe before its variants."""
+    found = [c for c in record["cells"] if (c["row"], c["data"], c["attention"]) == (row, data, attention)]
+    return sorted(found, key=lambda c: (c["status"] != "ok", not c["recipe"], -c["micro_batch_tokens"]))
+
+
 def _find(record: Record, row: str, data: str, attention: str) -> Record | None:
     """The cell, at the recipe's micro-batch where it was measured there, otherwise at the largest that was."""
-    found = [c for c in record["cells"] if (c["row"], c["data"], c["attention"]) == (row, data, attention)]
-    found.sort(key=lambda c: (c["status"] != "ok", not c["recipe"], -c["micro_batch_tokens"]))
-    return found[0] if found else None
+    return next(iter(_all(record, row, data, attention)), None)
 
 
 def _rows(record: Record) -> list[tuple[str, str]]:
@@ -120,12 +125,12 @@ def details(record: Record) -> str:
     )
     without = []
     for row, data in _rows(record):
-        for name in BACKENDS:
-            cell = _find(record, row, data, name)
-            if cell is None or cell["status"] == "not_applicable":
+        for cell in (cell for name in BACKENDS for cell in _all(record, row, data, name)):
+            name = cell["attention"]
+            if cell["status"] == "not_applicable":
                 continue
             if cell["status"] != "ok":
-                without.append(f"- {TITLES[row]} {data}, {BACKENDS[name]}: {_reason(cell)}.")
+                without.append(f"- {TITLES[row]} {data}, {BACKENDS[name]}{_variant(cell)}: {_reason(cell)}.")
                 continue
             peak = cell.get("peak_memory_bytes")
             lines.append(
@@ -149,7 +154,7 @@ def _variant(cell: Record) -> str:
     """What differs from the recipe, to stand behind the backend's name."""
     if cell["recipe"]:
         return ""
-    return ", " + (" ".join(cell["overrides"]) or f"micro-batch {cell['micro_batch_tokens']:,}")
+    return ", " + " ".join([*cell["overrides"], f"micro-batch {cell['micro_batch_tokens']:,}"])
 
 
 def _reason(cell: Record) -> str:
@@ -187,7 +192,8 @@ def notes(record: Record) -> str:
         first = ok[0]
         text.append(f"{first['precision']}, {first['global_batch_tokens']:,} tokens a step by accumulation.")
         rates = [rate for cell in ok for rate in cell["matmul_tflops"]]
-        text.append(f"Sustained matrix products beside the steps: {min(rates):.0f} to {max(rates):.0f} TFLOP/s.")
+        slowest, fastest = (f"{rate:#.3g}".rstrip(".") for rate in (min(rates), max(rates)))
+        text.append(f"Sustained matrix products beside the steps: {slowest} to {fastest} TFLOP/s.")
         text += _of_gpu(ok)
     if packed := [cell for cell in ok if cell["data"] == "packed"]:
         text += _of_packed(packed)
@@ -252,8 +258,12 @@ def budget_sentences(cell: Record) -> list[str]:
 
 
 def budget_name(cell: Record) -> str:
-    """Of its picture, without the ending."""
-    return f"budget_{cell['row']}_{cell['data']}_{cell['attention']}"
+    """Of its picture, without the ending; a variant does not take the recipe's."""
+    name = f"budget_{cell['row']}_{cell['data']}_{cell['attention']}"
+    if cell["recipe"]:
+        return name
+    variant = "_".join([str(cell["micro_batch_tokens"]), *cell["overrides"]])
+    return f"{name}_{re.sub(r'[^A-Za-z0-9.=_-]+', '-', variant)}"
 
 
 def budget_table(cell: Record) -> str:
