@@ -17,7 +17,10 @@ from fa2.bench.correctness import Problem, cu_seqlens, exact, ratios
 
 from . import emulation
 
-pytestmark = pytest.mark.skipif(emulation.why_not() is not None, reason=str(emulation.why_not()))
+pytestmark = [
+    pytest.mark.skipif(emulation.why_not() is not None, reason=str(emulation.why_not())),
+    pytest.mark.usefixtures("one_torch_thread"),
+]
 
 BF16, FP16 = torch.bfloat16, torch.float16
 # One thread block a tile, with all of a tile's columns of dQ in one; and a cluster of two.
@@ -28,23 +31,9 @@ each_kernel = pytest.mark.parametrize(("native", "dtype"), KERNELS, ids=str)
 each_family = pytest.mark.parametrize(("native", "dtype"), [(64, BF16), (256, BF16)], ids=str)
 each_other_kernel = pytest.mark.parametrize(("native", "dtype"), MORE_KERNELS, ids=str)
 
-# The launches ask for the number of multiprocessors once; here it changes from call to call.
-ASKED_ONCE = """if (device < kMaxDevices && (*count = known[device].load(std::memory_order_relaxed)) != 0)
-    return cudaSuccess;"""
-ASKED_EACH_TIME = {"kernel_launch.cuh": [(ASKED_ONCE, "")]}
-
 
 def build(direction: str, native: int, dtype: torch.dtype, edits: emulation.Edits | None = None) -> emulation.Kernel:
-    return emulation.build("sm90", direction, native, dtype, edits={**ASKED_EACH_TIME, **(edits or {})})
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Of torch: the emulator has one, and for tensors this small more threads wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+    return emulation.build("sm90", direction, native, dtype, edits=edits)
 
 
 @functools.cache
@@ -508,11 +497,11 @@ FAULTS = {
     ),
     "dS is released by one block": Fault(PAIR, "kDsEmpty), 2 * 2 * 4)", "kDsEmpty), 2 * 4)", 256),
     "dS's place is not waited for": Fault(
-        PAIR, "ptx::mbarrier_wait_cluster(barrier(Barrier::kDsEmpty), ds_parity ^ 1);", "", 256
+        PAIR, "ptx::mbarrier_wait(barrier(Barrier::kDsEmpty), ds_parity ^ 1);", "", 256
     ),
     "Q is released by one block": Fault(PAIR, "kQEmpty + i), 2 * 2 * 4)", "kQEmpty + i), 2 * 4)", 256),
     "Q is released in one block": Fault(
-        PAIR, "ptx::mbarrier_arrive_cluster(ptx::cluster_address(barrier(index), other));", "", 256
+        PAIR, "ptx::mbarrier_arrive_cluster_done(ptx::cluster_address(barrier(index), other));", "", 256
     ),
     "a tile is left by one block": Fault(PAIR, "kTileEmpty + i), 2 * (2 * 4 + 2))", "kTileEmpty + i), 2 * 4 + 2)", 256),
     # Reads through a pointer are not followed: only one that comes first is seen.

@@ -16,7 +16,10 @@ from fa2.bench.correctness import Problem, ratios
 
 from . import emulation
 
-pytestmark = pytest.mark.skipif(emulation.why_not() is not None, reason=str(emulation.why_not()))
+pytestmark = [
+    pytest.mark.skipif(emulation.why_not() is not None, reason=str(emulation.why_not())),
+    pytest.mark.usefixtures("one_torch_thread"),
+]
 ORDERS = [("early", 0), ("late", 1), ("random", 2), ("random", 3)]
 
 build = functools.cache(emulation.build)

@@ -40,6 +40,11 @@ __device__ __forceinline__ void mbarrier_arrive_cluster(uint32_t address) {
   asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(address) : "memory");
 }
 
+// The same for who has only read: it publishes nothing, and costs no fence.
+__device__ __forceinline__ void mbarrier_arrive_cluster_done(uint32_t address) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(address) : "memory");
+}
+
 // mbarrier_wait that also sees what other blocks' threads wrote before they arrived.
 __device__ __forceinline__ void mbarrier_wait_cluster(uint32_t barrier, uint32_t parity) {
   asm volatile(

@@ -148,7 +148,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
         };
         const auto load_queries = [&] {
           // In both blocks.
-          ptx::mbarrier_wait_cluster(barrier(Barrier::kQEmpty + slot.index), slot.parity ^ 1);
+          ptx::mbarrier_wait(barrier(Barrier::kQEmpty + slot.index), slot.parity ^ 1);
           load_half(&a.q, Config::kQ, Barrier::kQFull);
           load_half(&a.dout, Config::kDo, Barrier::kDoFull);
           slot.next();
@@ -232,10 +232,11 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     };
     const auto wait_q = [&] { ptx::mbarrier_wait(barrier(Barrier::kQFull + slot.index), slot.parity); };
     const auto wait_do = [&] { ptx::mbarrier_wait(barrier(Barrier::kDoFull + slot.index), slot.parity); };
+    // Of what has been read: there is nothing to publish.
     const auto arrive_in_both = [&](int index) {
       if (lane == 0) {
         ptx::mbarrier_arrive(barrier(index));
-        ptx::mbarrier_arrive_cluster(ptx::cluster_address(barrier(index), other));
+        ptx::mbarrier_arrive_cluster_done(ptx::cluster_address(barrier(index), other));
       }
     };
     const auto release = [&](int stage) {
@@ -327,7 +328,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
         start_sum<Element, Slab>(acc_sum, frag, stage_of(transposed_do, slot.index));
         for (;;) {
           // Both consumers, and the other block, have finished with the last dS.
-          ptx::mbarrier_wait_cluster(barrier(Barrier::kDsEmpty), ds_parity ^ 1);
+          ptx::mbarrier_wait(barrier(Barrier::kDsEmpty), ds_parity ^ 1);
 #pragma unroll
           for (int j = 0; j < kBlockM / 16; ++j)
             ptx::store_shared_16(p_place + j * 512, __uint_as_float(frag[0][j][0]),

@@ -48,7 +48,7 @@ cudaError_t launch_bwd_tiles(const BwdParams& p, cudaStream_t stream) {
   constexpr int kWidth = Config::Slab::kWidth;
   // Without a single query nothing is read of q and dout: any address will do.
   const bool queries = rows_q > 0;
-  const TensorMapShape shape_q = {p.headdim, queries ? rows_q : 1, p.nheads_q, batch,
+  const TensorMapShape shape_q = {p.headdim, queries ? rows_q : 1, queries ? p.nheads_q : p.nheads_kv, batch,
                                   kWidth,    Config::kQueryBox};
   const TensorMapShape shape_k = {p.headdim, rows_k, p.nheads_kv, batch, kWidth, Config::kKeyBox};
   const TensorMapShape shape_dk = {p.headdim, rows_k, p.nheads_kv, batch, kWidth, 64};
@@ -63,7 +63,7 @@ cudaError_t launch_bwd_tiles(const BwdParams& p, cudaStream_t stream) {
 
   // A query's q and dout, and its dq twice as long, once for each head of the group.
   a.query_bytes = static_cast<float>(8 * Config::kHeadDim) * p.nheads_q / p.nheads_kv;
-  const int64_t blocks = std::min<int64_t>(tiles, sms / kCluster) * kCluster;
+  const int64_t blocks = std::min<int64_t>(tiles, std::max(1, sms / kCluster)) * kCluster;
   return launch_early(kernel, kCluster, blocks, Config::kThreads, Config::kShared_bytes, stream, a);
 }
 

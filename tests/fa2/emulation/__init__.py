@@ -37,6 +37,11 @@ FLAGS += ["-fno-gnu-unique"]
 
 Edits = Mapping[str, Sequence[tuple[str, str]]]
 
+# The launches ask for the number of multiprocessors once; here it changes from call to call.
+ASKED_ONCE = """if (device < kMaxDevices && (*count = known[device].load(std::memory_order_relaxed)) != 0)
+    return cudaSuccess;"""
+ASKED_EACH_TIME: Edits = {"kernel_launch.cuh": [(ASKED_ONCE, "")]}
+
 
 class EmulationError(RuntimeError):
     """The kernel did what a GPU does not allow, or cannot go on."""
@@ -260,7 +265,7 @@ def build(
     if direction == "bwd":
         options.FA2_BWD = 1
     machine = _machine()
-    edits_of = {name: list(pairs) for name, pairs in (edits or {}).items()}
+    edits_of = {name: list(pairs) for name, pairs in {**ASKED_EACH_TIME, **(edits or {})}.items()}
     here = [Path(__file__), Path(__file__).with_name("translate.py")]
     name = _digest([*sources, *here], vars(options), machine.name, edits_of, list(flags), FLAGS)
     library = _cache() / f"{family}_{direction}_{headdim}_{name}.so"

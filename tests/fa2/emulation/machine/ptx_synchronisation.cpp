@@ -102,6 +102,7 @@ Handler find_synchronisation(const std::string& opcode) {
       {"mbarrier.arrive.expect_tx.shared::cta.b64", arrive_expect},
       {"mbarrier.expect_tx.relaxed.cta.shared::cta.b64", expect},
       {"mbarrier.arrive.release.cluster.shared::cluster.b64", arrive},
+      {"mbarrier.arrive.shared::cluster.b64", arrive},
       {"mbarrier.arrive.expect_tx.release.cluster.shared::cluster.b64", arrive_expect},
       {"mbarrier.try_wait.parity.shared::cta.b64", try_wait},
       {"mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64", try_wait},
