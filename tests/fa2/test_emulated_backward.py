@@ -132,7 +132,7 @@ def test_masks(native, dtype):
     check_all(backward_of(native, dtype), masks(native, dtype))
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @each_other_kernel
 def test_masks_of_other_kernels(native, dtype):
     check_all(backward_of(native, dtype), masks(native, dtype))
@@ -156,7 +156,7 @@ def test_batches(native, dtype):
     check_all(backward_of(native, dtype), batches(native, dtype))
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize(("native", "dtype"), [(128, FP16), *MORE_KERNELS], ids=str)
 def test_batches_of_other_kernels(native, dtype):
     check_all(backward_of(native, dtype), batches(native, dtype))
@@ -173,7 +173,7 @@ def test_headdims(headdim, native):
     check_headdim(headdim, native, dict(KERNELS)[native])
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("headdim", "native"),
     [(8, 64), (16, 64), (48, 64), (72, 96), (80, 96), (96, 96), (104, 128), (112, 128), (136, 192), (160, 192),
@@ -325,7 +325,7 @@ def test_any_order_of_events(native, dtype):
     check_repeats(backward_of(native, dtype), p, [("late", 1, 6), ("random", 2, 6), ("random", 3, 4)])
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("native", [64, 96, 128, 192, 256])
 def test_many_orders_of_events(native):
     orders = [(policy, seed, sms) for policy in ("early", "late", "random") for seed in range(3) for sms in (2, 4, 6)]
@@ -418,7 +418,7 @@ def test_short_forward_tiles():
     check_short_tiles(BF16, ORDERS[1:3])
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_short_forward_tiles_in_more_orders():
     for dtype in (BF16, FP16):
         check_short_tiles(dtype, [(policy, seed) for policy in ("early", "late", "random") for seed in range(4)])
@@ -601,7 +601,7 @@ def test_faults_are_found(name):
     assert any(outcomes(FAULTS[name]))
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", [name for name in FAULTS if name not in QUICK])
 def test_more_faults_are_found(name):
     assert any(outcomes(FAULTS[name]))

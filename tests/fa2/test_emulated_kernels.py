@@ -81,7 +81,7 @@ def test_sm90_forward(headdim, dtype):
     check_all(build("sm90", "fwd", headdim, dtype), None, headdim, dtype)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("headdim", [96, 192, 256])
 def test_sm90_forward_of_other_headdims(headdim, dtype):
@@ -123,7 +123,7 @@ def test_backward(family, headdim, dtype):
     check_all(*pair(family, headdim, dtype), headdim, dtype)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("grant_kb", [163, 99])
 @pytest.mark.parametrize("headdim", [96, 128, 192, 256])
 def test_sm80_backward_of_other_tiles(headdim, grant_kb):

@@ -387,12 +387,12 @@ __global__ void __launch_bounds__(Config::kThreads, 1) attention_bwd(__grid_cons
       if (lane == 0) ptx::mbarrier_arrive(barrier(Barrier::kKVEmpty));
     }
     // dK leaves through dQ's space and dV through dS's, so that the next tile's keys come at once.
-    ptx::mbarrier_wait(barrier(Barrier::kDqEmpty), dq_parity ^ 1);  // the last dQ has left
-    sync_consumers();                                               // both have finished with dS
     static_assert(Config::kKV_bytes <= Config::kDq_bytes && Config::kKV_bytes <= 2 * Config::kDs_bytes);
     const int own_row = consumer * 64 + warp_row;
-    store_sum<Element, Slab, kBlockN>(shared + Config::kDq, own_row, acc_dk, p.softmax_scale);
+    sync_consumers();  // both have finished with dS
     store_sum<Element, Slab, kBlockN>(shared + Config::kDs, own_row, acc_dv, 1.f);
+    ptx::mbarrier_wait(barrier(Barrier::kDqEmpty), dq_parity ^ 1);  // the last dQ has left
+    store_sum<Element, Slab, kBlockN>(shared + Config::kDq, own_row, acc_dk, p.softmax_scale);
     ptx::fence_async_proxy();
     sync_warpgroup();
     if (leader) {
