@@ -199,6 +199,8 @@ def test_a_cell_ends_with_its_command_and_without_a_traceback(tmp_path: Path, nu
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
+        # a shell's background job ignores it, and so would everything below
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert command.stdout is not None
     for line in command.stdout:
