@@ -136,8 +136,9 @@ def test_computes_in_fp32_and_returns_the_input_dtype(dtype):
     out, lse, _ = reference.flash_attn_func(q, k, v, causal=True, return_attn_probs=True)
     assert out.dtype == dtype
     assert lse.dtype == torch.float32
-    # fp32 inside: only the final rounding is seen.
-    grain = torch.finfo(dtype).eps * exact.abs().max()
+    # fp32 inside: of a 16-bit result only the final rounding is seen. Of an fp32 one the sums' own roundings are, whose
+    # order depends on the CPU: two grains, seen 1.004 on one and less than 1 on another.
+    grain = torch.finfo(dtype).eps * exact.abs().max() * (2 if dtype == torch.float32 else 1)
     assert (out.double() - exact).abs().max() <= grain
     assert all(g.dtype == dtype for g in torch.autograd.grad(out.sum(), (q, k, v)))
 
