@@ -63,41 +63,28 @@ void append_attention(std::vector<Kernel>& kernels) {
 #endif
 
 #ifdef FA2_SM90
+template <DType kDType, int kHeadDim, typename Params, cudaError_t (*kLaunch)(const Params&, cudaStream_t)>
+Kernel hopper_row(Op op, const void* function, bool on_request) {
+  return {op, "sm90", kDType, kHeadDim, 90, 90, 227 * 1024, erased<Params, kLaunch>, function, on_request};
+}
+
 template <DType kDType, int kHeadDim>
 Kernel hopper_fwd_row() {
-  return {Op::kFwd,
-          "sm90",
-          kDType,
-          kHeadDim,
-          90,
-          90,
-          227 * 1024,
-          erased<FwdParams, sm90::launch_fwd<kDType, kHeadDim>>,
-          sm90::fwd_function<kDType, kHeadDim>(),
-          false};
+  return hopper_row<kDType, kHeadDim, FwdParams, sm90::launch_fwd<kDType, kHeadDim>>(
+      Op::kFwd, sm90::fwd_function<kDType, kHeadDim>(), false);
 }
 
 // On request until they have run on a GPU: so far only the emulator of tests/fa2/emulation has tested them.
 template <DType kDType, int kHeadDim>
 Kernel hopper_fwd_by_length_row() {
-  Kernel row = hopper_fwd_row<kDType, kHeadDim>();
-  row.launch = erased<FwdParams, sm90::launch_fwd_by_length<kDType, kHeadDim>>;
-  row.on_request = true;
-  return row;
+  return hopper_row<kDType, kHeadDim, FwdParams, sm90::launch_fwd_by_length<kDType, kHeadDim>>(
+      Op::kFwd, sm90::fwd_function<kDType, kHeadDim>(), true);
 }
 
 template <DType kDType, int kHeadDim>
 Kernel hopper_bwd_row() {
-  return {Op::kBwd,
-          "sm90",
-          kDType,
-          kHeadDim,
-          90,
-          90,
-          227 * 1024,
-          erased<BwdParams, sm90::launch_bwd<kDType, kHeadDim>>,
-          sm90::bwd_function<kDType, kHeadDim>(),
-          true};
+  return hopper_row<kDType, kHeadDim, BwdParams, sm90::launch_bwd<kDType, kHeadDim>>(
+      Op::kBwd, sm90::bwd_function<kDType, kHeadDim>(), true);
 }
 
 template <DType kDType, int... kHeadDims>
