@@ -36,7 +36,6 @@ class Kernel:
     min_sm: int  # compute capability, 10 * major + minor, inclusive
     max_sm: int
     shared_bytes: int  # shared memory of a thread block, which the GPU must grant
-    on_request: bool  # serves only where FA2_ARCH asks for its family
 
 
 def architectures_for(capability: tuple[int, int]) -> tuple[str, ...]:

@@ -35,13 +35,12 @@ RMS = {
     torch.float16: {"out": 5e-4, "dq": 1e-3, "dk": 1e-3, "dv": 8e-4},
 }
 # Which kernels: those that this GPU takes by itself; the sm80 family with the tiles of a GPU that grants a thread
-# block as much shared memory as this one, as sm_80, as sm_86, sm_89 and sm_120; all of Hopper's, those on request too.
+# block as much shared memory as this one, as sm_80, as sm_86, sm_89 and sm_120.
 TILES: dict[str, dict[str, str]] = {
     "newest": {},
     "large": {"FA2_ARCH": "sm80"},
     "middle": {"FA2_ARCH": "sm80", "FA2_MAX_SHARED_BYTES": "166912"},
     "small": {"FA2_ARCH": "sm80", "FA2_MAX_SHARED_BYTES": "101376"},
-    "hopper": {"FA2_ARCH": "sm90"},
 }
 
 
@@ -190,12 +189,6 @@ def poison(device: torch.device | str) -> None:
         blocks += [torch.empty(size, dtype=torch.uint8, device=device).fill_(255) for _ in range(count)]
 
 
-def sizes_of(device: torch.device | str) -> list[str]:
-    """The entries of TILES that this device can run."""
-    hopper = torch.device(device).type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
-    return [size for size in TILES if size != "hopper" or hopper]
-
-
 @contextmanager
 def tiles(size: str) -> Iterator[None]:
     """Calls take the kernels of this entry of TILES."""
@@ -265,7 +258,7 @@ def differential(
     draws: int, seed: int, device: str, seconds: float = math.inf, sizes: Sequence[str] | None = None
 ) -> dict[str, Any]:
     """Run `draws` random problems, the `sizes` of TILES in turn; the worst ratios, and every failure in words."""
-    sizes = sizes_of(device) if sizes is None else sizes
+    sizes = list(TILES) if sizes is None else sizes
     rng = random.Random(seed)
     worst = dict.fromkeys(NAMES, 0.0)
     worst_at: dict[str, str] = {}
@@ -301,7 +294,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--draws", type=int, default=2000, help="how many problems (default %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--kernels", help=f"which, in turn (default: what the device can run of {','.join(TILES)})")
+    parser.add_argument("--kernels", help=f"which, in turn (default {','.join(TILES)})")
     parser.add_argument("--seconds", type=float, default=math.inf, help="stop after this long")
     parser.add_argument("--device", default="cuda", help="cpu checks the CPU kernels (default %(default)s)")
     parser.add_argument("--out", type=Path, help="write the record here, JSON")
@@ -309,11 +302,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.device == "cuda" and not torch.cuda.is_available():
         print("fa2: --device must be cpu where torch sees no CUDA device, got cuda", file=sys.stderr)
         return 2
-    sizes = args.kernels.split(",") if args.kernels else sizes_of(args.device)
-    if unknown := [size for size in sizes if size not in sizes_of(args.device)]:
-        print(
-            f"fa2: --kernels must be of {', '.join(sizes_of(args.device))}, got {', '.join(unknown)}", file=sys.stderr
-        )
+    sizes = args.kernels.split(",") if args.kernels else list(TILES)
+    if unknown := [size for size in sizes if size not in TILES]:
+        print(f"fa2: --kernels must be of {', '.join(TILES)}, got {', '.join(unknown)}", file=sys.stderr)
         return 2
     record = {
         "machine": machine.describe(args.device),

@@ -34,8 +34,7 @@ Kernel fwd_row() {
           kAnyLaterSm,
           kGrantKB * 1024,
           erased<FwdParams, sm80::launch_fwd<kDType, kHeadDim, kGrantKB>>,
-          sm80::fwd_function<kDType, kHeadDim, kGrantKB>(),
-          false};
+          sm80::fwd_function<kDType, kHeadDim, kGrantKB>()};
 }
 
 template <DType kDType, int kHeadDim, int kGrantKB>
@@ -48,8 +47,7 @@ Kernel bwd_row() {
           kAnyLaterSm,
           kGrantKB * 1024,
           erased<BwdParams, sm80::launch_bwd<kDType, kHeadDim, kGrantKB>>,
-          sm80::bwd_function<kDType, kHeadDim, kGrantKB>(),
-          false};
+          sm80::bwd_function<kDType, kHeadDim, kGrantKB>()};
 }
 
 template <DType kDType, int... kHeadDims>
@@ -64,34 +62,26 @@ void append_attention(std::vector<Kernel>& kernels) {
 
 #ifdef FA2_SM90
 template <DType kDType, int kHeadDim, typename Params, cudaError_t (*kLaunch)(const Params&, cudaStream_t)>
-Kernel hopper_row(Op op, const void* function, bool on_request) {
-  return {op, "sm90", kDType, kHeadDim, 90, 90, 227 * 1024, erased<Params, kLaunch>, function, on_request};
+Kernel hopper_row(Op op, const void* function) {
+  return {op, "sm90", kDType, kHeadDim, 90, 90, 227 * 1024, erased<Params, kLaunch>, function};
 }
 
 template <DType kDType, int kHeadDim>
 Kernel hopper_fwd_row() {
   return hopper_row<kDType, kHeadDim, FwdParams, sm90::launch_fwd<kDType, kHeadDim>>(
-      Op::kFwd, sm90::fwd_function<kDType, kHeadDim>(), false);
-}
-
-// On request until they have run on a GPU: so far only the emulator of tests/fa2/emulation has tested them.
-template <DType kDType, int kHeadDim>
-Kernel hopper_fwd_by_length_row() {
-  return hopper_row<kDType, kHeadDim, FwdParams, sm90::launch_fwd_by_length<kDType, kHeadDim>>(
-      Op::kFwd, sm90::fwd_function<kDType, kHeadDim>(), true);
+      Op::kFwd, sm90::fwd_function<kDType, kHeadDim>());
 }
 
 template <DType kDType, int kHeadDim>
 Kernel hopper_bwd_row() {
   return hopper_row<kDType, kHeadDim, BwdParams, sm90::launch_bwd<kDType, kHeadDim>>(
-      Op::kBwd, sm90::bwd_function<kDType, kHeadDim>(), true);
+      Op::kBwd, sm90::bwd_function<kDType, kHeadDim>());
 }
 
 template <DType kDType, int... kHeadDims>
 void append_hopper(std::vector<Kernel>& kernels) {
   for (const Kernel& row : {hopper_fwd_row<kDType, kHeadDims>()..., hopper_bwd_row<kDType, kHeadDims>()...})
     kernels.push_back(row);
-  kernels.push_back(hopper_fwd_by_length_row<kDType, 128>());
 }
 #endif
 
@@ -136,12 +126,12 @@ bool runs_on(const Kernel& kernel, int sm) {
 const Kernel* find_kernel(Op op, DType dtype, int headdim, int sm, int shared_bytes, const char* family) {
   const Kernel* best = nullptr;
   for (const Kernel& kernel : table()) {
-    if (family != nullptr ? std::strcmp(kernel.family, family) != 0 : kernel.on_request) continue;
+    if (family != nullptr && std::strcmp(kernel.family, family) != 0) continue;
     if (kernel.op != op || kernel.dtype != dtype || kernel.max_headdim < headdim || !runs_on(kernel, sm) ||
         kernel.shared_bytes > shared_bytes)
       continue;
     const auto rank = [](const Kernel& k) {
-      return std::make_tuple(-k.min_sm, k.max_headdim, -k.shared_bytes, !k.on_request);
+      return std::make_tuple(-k.min_sm, k.max_headdim, -k.shared_bytes);
     };
     if (best == nullptr || rank(kernel) < rank(*best)) best = &kernel;
   }
@@ -158,7 +148,6 @@ std::string no_kernel_message(Op op, DType dtype, int headdim, int sm, const cha
     if (kernel.op != op) continue;
     text << separator << kernel.family << " " << name(kernel.dtype) << " headdim <= " << kernel.max_headdim;
     text << " on sm_" << kernel.min_sm << (kernel.max_sm == kernel.min_sm ? "" : " and later");
-    if (kernel.on_request) text << " (with FA2_ARCH=" << kernel.family << ")";
     separator = ", ";
   }
   if (*separator == '\0') text << "none of this operator";
@@ -174,8 +163,7 @@ const std::string& kernels_json() {
       text << separator << "{\"op\": \"" << name(kernel.op) << "\", \"family\": \"" << kernel.family
            << "\", \"dtype\": \"" << name(kernel.dtype) << "\", \"max_headdim\": " << kernel.max_headdim
            << ", \"shared_bytes\": " << kernel.shared_bytes << ", \"min_sm\": " << kernel.min_sm
-           << ", \"max_sm\": " << kernel.max_sm
-           << ", \"on_request\": " << (kernel.on_request ? "true" : "false") << "}";
+           << ", \"max_sm\": " << kernel.max_sm << "}";
       separator = ", ";
     }
     text << "]";

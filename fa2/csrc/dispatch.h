@@ -23,7 +23,6 @@ struct Kernel {
   int shared_bytes;    // shared memory that the GPU must grant a thread block; the kernel may use less
   cudaError_t (*launch)(const void* params, cudaStream_t stream);
   const void* function;  // the __global__ function: tells whether code for a GPU is there
-  bool on_request;       // serves only who asks for its family by FA2_ARCH, and then before another
 };
 
 // The kernel of the smallest headdim that fits, the latest family and the largest tiles first; null when

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import fa2
-from fa2.bench.correctness import Problem, differential, exact, poison, ratios, run, sizes_of, tiles
+from fa2.bench.correctness import TILES, Problem, differential, exact, poison, ratios, run, tiles
 
 DEVICE = os.environ.get("FA2_TEST_DEVICE", "cuda")
 ON_GPU = DEVICE == "cuda"
@@ -22,9 +22,7 @@ DTYPES = (torch.bfloat16, torch.float16)
 HEADDIMS = (40, 59, 64, 80, 96, 111, 128, 160, 192, 224, 256)
 NATIVE = (64, 96, 128, 192, 256)  # one for each size of tile
 
-each_tile_size = pytest.mark.parametrize(
-    "size", sizes_of(DEVICE) if ON_GPU and torch.cuda.is_available() else ["newest"]
-)
+each_tile_size = pytest.mark.parametrize("size", TILES if ON_GPU else ["newest"])
 each_headdim = pytest.mark.parametrize("headdim", NATIVE if ON_GPU else (64,))
 
 

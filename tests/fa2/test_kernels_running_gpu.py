@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fa2
 from fa2 import extension
-from fa2.bench.correctness import Problem, ratios, run, sizes_of, tiles
+from fa2.bench.correctness import TILES, Problem, ratios, run, tiles
 
 pytestmark = pytest.mark.gpu
 OPS = torch.ops.fa2
@@ -58,7 +58,7 @@ def milliseconds(call: Callable[[], object], runs: int = 15) -> float:
 # --- repeats
 
 
-@pytest.mark.parametrize("size", sizes_of("cuda") if torch.cuda.is_available() else ["newest"])
+@pytest.mark.parametrize("size", TILES)
 @pytest.mark.parametrize("headdim", NATIVE)
 def test_repeats_are_equal(headdim, size):
     """14: 250 repeats at batch 60 give the same bits of out, lse, dk, dv; 50 deterministic ones under a busy second

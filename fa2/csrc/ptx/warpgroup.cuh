@@ -48,4 +48,12 @@ __device__ __forceinline__ void let_next_kernel_start() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
+// threadIdx.x % 32, in a register for good: what comes from threadIdx the compiler reads again wherever it is
+// short of registers, and each read waits behind the matrix descriptors in the queue of special instructions.
+__device__ __forceinline__ int lane_index() {
+  int lane;
+  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+  return lane;
+}
+
 }  // namespace fa2::ptx

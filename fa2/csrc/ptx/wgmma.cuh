@@ -60,6 +60,11 @@ __device__ __forceinline__ void wgmma_discard(float (&acc)[kRowTiles][kColumnTil
       for (int e = 0; e < 4; ++e) asm volatile("" : "=f"(acc[i][j][e])::"memory");
 }
 
+// The compiler no longer knows where this value came from: what is made of it is made here.
+__device__ __forceinline__ void forget(uint32_t& value) {
+  asm volatile("" : "+r"(value));
+}
+
 // How a matrix operand lies in shared memory (PTX ISA 9.7.15.5.1, matrix descriptor): swizzled rows of
 // kRowBytes, 128 or 64. `across`: the distance in bytes between slabs of that width, used where the operand
 // is stored [K][outer].

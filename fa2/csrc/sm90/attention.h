@@ -11,9 +11,6 @@ template <DType kDType, int kHeadDim>
 cudaError_t launch_fwd(const FwdParams& params, cudaStream_t stream);
 
 template <DType kDType, int kHeadDim>
-cudaError_t launch_fwd_by_length(const FwdParams& params, cudaStream_t stream);
-
-template <DType kDType, int kHeadDim>
 const void* fwd_function();
 
 template <DType kDType, int kHeadDim>

@@ -5,13 +5,13 @@
 // clang-format off
 //   producer, a warp each, for each work tile:     consumer warpgroup, 64 keys:
 //     hand the tile to everyone                      wait for K, Q[0];  start S^T = K Q^T
-//     TMA Q[0], dO[0], K, V, then Q[i], dO[i]        for each query block that sees these keys, of each head:
-//     lse and delta of each query block                start dP^T = V dO^T
-//     dQ[i] from shared memory, added to an            wait for S;  P = exp2(S * scale_log2 - lse_log2)
-//       fp32 accumulator in global memory, in          start dV += P^T dO
-//       a fixed order when deterministic               wait for dP;  dS = P * (dP - delta), to shared memory
-//                                                      start dK += dS^T Q
-//                                                      when both consumers have written dS: start dQ = dS K
+//     TMA Q[0], dO[0], K, V, then Q[i], dO[i]        for each query block i that sees these keys, of each head:
+//     lse, delta and a BwdStep for each query          wait for S;  start dP^T = V dO^T
+//       block; deterministic: dQ's turn                P = exp2(S * scale_log2 - lse_log2)
+//     dQ[i] from shared memory, added to an            start dV += P^T dO
+//       fp32 accumulator in global memory, in          wait for dP;  dS = P * (dP - delta), to shared memory
+//       a fixed order when deterministic               start dK += dS^T Q
+//                                                      start dQ = dS K of block i - 1, over both consumers' keys
 //                                                      start the next block's S^T
 //                                                      wait for dQ; hand it to the producer, or write dq
 //                                                        where no other key block sees these queries
@@ -20,7 +20,9 @@
 //
 // S, P, dP and dS are transposed: an accumulator has the layout of an A operand in registers, so P and dS are
 // used at once for dV and dK. Only dS goes through shared memory, because dQ sums over the keys of both
-// consumers. Before this kernel sm80/bwd_preprocess.cuh has made lse_log2, delta and a zeroed accumulator;
+// consumers. dQ is a block behind, so that neither consumer has to wait for the other's dS: the second one
+// stays half a block behind the first, and its products run while the first makes exponentials, and the other
+// way round. Before this kernel sm80/bwd_preprocess.cuh has made lse_log2, delta and a zeroed accumulator;
 // after it sm80/bwd_convert.cuh makes the rest of dq.
 // Shapes: Q, dO, dQ kBlockM x kHeadDim; K, V kBlockN x kHeadDim; S^T, dS^T 64 x kBlockM a consumer.
 // Read first: config.h, pipeline.cuh, fwd.cuh.
@@ -67,8 +69,16 @@ __global__ void __launch_bounds__(Config::kThreads, 1) attention_bwd(__grid_cons
     ptx::mbarrier_init(barrier(Barrier::kKFull), 1);
     ptx::mbarrier_init(barrier(Barrier::kVFull), 1);
     ptx::mbarrier_init(barrier(Barrier::kKVEmpty), kConsumers * 4);
-    ptx::mbarrier_init(barrier(Barrier::kDqFull), kConsumers * 4);
-    ptx::mbarrier_init(barrier(Barrier::kDqEmpty), 1);
+    for (int single : {Barrier::kTurnFull, Barrier::kTurnEmpty, Barrier::kAddedFull, Barrier::kAddedEmpty})
+      ptx::mbarrier_init(barrier(single), 1);
+    for (int i = 0; i < Config::kDqStages; ++i) {
+      ptx::mbarrier_init(barrier(Barrier::kDqFull + i), kConsumers * 4);
+      ptx::mbarrier_init(barrier(Barrier::kDqEmpty + i), 1);
+    }
+    for (int i = 0; i < Config::kDsStages; ++i) {
+      ptx::mbarrier_init(barrier(Barrier::kDsFull + i), kConsumers * 4);
+      ptx::mbarrier_init(barrier(Barrier::kDsEmpty + i), kConsumers * 4);
+    }
     for (int i = 0; i < kStages; ++i) {
       ptx::mbarrier_init(barrier(Barrier::kQFull + i), 1);
       ptx::mbarrier_init(barrier(Barrier::kDoFull + i), 2);
@@ -80,7 +90,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1) attention_bwd(__grid_cons
 
   const int warpgroup = __shfl_sync(kFullWarp, threadIdx.x / 128, 0);
   const int warp = __shfl_sync(kFullWarp, threadIdx.x / 32 % 4, 0);
-  const int lane = threadIdx.x % 32;
+  const int lane = ptx::lane_index();
   Slot<2> work_slot;
   Slot<kStages> slot;
 
@@ -94,23 +104,54 @@ __global__ void __launch_bounds__(Config::kThreads, 1) attention_bwd(__grid_cons
     work_slot.next();
   };
 
+  // A step's BwdStep lies in a ring of its own.
+  const auto step_place = [&](uint32_t count) {
+    return shared + Config::kStep + count % Config::kSteps * Config::kStep_bytes;
+  };
+
   if (warpgroup == 0) {
     ptx::give_registers<Config::kProducerRegisters>();
-    if (warp == 0) {  // hands out the work
+    if (warp == 0) {  // hands out the work, and passes the turns of dQ on
       if (!ptx::elect_one()) return;
       ptx::wait_for_previous_kernel();
-      const int heads = heads_side_by_side(a);
-      for (;;) {
-        // Also the first one comes from the counter: a tile may wait for the dQ of those before it, so they
-        // must have been taken by blocks that run.
-        const BwdWork work = decode<kBlockM, kBlockN>(p, atomicAdd(p.tiles + 1, 1), heads);
+      const int blocks = blocks_of_a_head<kBlockN>(p);
+      const HeadOrder order(a, blocks, gridDim.x);
+      // Also the first one comes from the counter: a tile may wait for the dQ of those before it, so they
+      // must have been taken by blocks that run.
+      const auto hand_out = [&]() -> const BwdWork& {
+        const BwdWork work = decode<kBlockM, kBlockN>(p, atomicAdd(p.tiles + 1, 1), blocks, order);
         // Everyone has ended the tile before the last.
         ptx::mbarrier_wait(barrier(Barrier::kTileEmpty + work_slot.index), work_slot.parity ^ 1);
-        shared_work[work_slot.index] = work;
+        BwdWork& handed_out = shared_work[work_slot.index];
+        handed_out = work;
         ptx::mbarrier_arrive(barrier(Barrier::kTileFull + work_slot.index));
         work_slot.next();
-        if (work.tile.block < 0) return;
+        return handed_out;
+      };
+      if (p.dq_semaphore == nullptr) {
+        while (hand_out().tile.block >= 0) {
+        }
+        return;
       }
+      // A tile that others wait for is not kept back: it is taken when the one before is about to end.
+      constexpr int kAhead = 3;
+      uint32_t added_parity = 0;
+      const BwdWork* work = &hand_out();
+      while (work->tile.block >= 0) {
+        const BwdWork* next = nullptr;
+#pragma unroll 1
+        for (QuerySteps steps(*work, group);; steps.next(*work)) {
+          if (next == nullptr && steps.left <= kAhead) next = &hand_out();
+          if (steps.left == 0) break;
+          if (writes_dq<kBlockM, kBlockN>(work->mask(p), steps.m_block)) continue;
+          ptx::mbarrier_wait(barrier(Barrier::kAddedFull), added_parity);
+          added_parity ^= 1;
+          ptx::mbarrier_arrive(barrier(Barrier::kAddedEmpty));
+          ptx::red_release_add(turn_counter(p, *work, steps.m_block, steps.head), 1);
+        }
+        work = next;
+      }
+      return;
     }
 
     if (warp == 1) {  // loads Q, dO, K, V
@@ -161,20 +202,43 @@ __global__ void __launch_bounds__(Config::kThreads, 1) attention_bwd(__grid_cons
       }
     }
 
-    if (warp == 2) {  // loads lse and delta
+    if (warp == 2) {  // loads lse and delta, says what each step is, and waits for the turns of dQ
+      uint32_t turn_parity = 0;
+      int step_count = 0;
       for (;;) {
         const BwdWork& work = next_work();
         if (work.tile.block < 0) return;
+        // A step's turn is waited for while the next step's lse and delta are on their way already.
+        const int* turn = nullptr;
+        int own_turn = 0;
+        const auto wait_for_turn = [&] {
+          if (turn != nullptr && lane == 0) {
+            while (ptx::load_acquire(turn) != own_turn) __nanosleep(32);
+            ptx::mbarrier_wait(barrier(Barrier::kTurnEmpty), turn_parity ^ 1);
+            ptx::mbarrier_arrive(barrier(Barrier::kTurnFull));
+          }
+          if (turn != nullptr) turn_parity ^= 1;
+          turn = nullptr;
+        };
 #pragma unroll 1
         for (QuerySteps steps(work, group); steps.left > 0; steps.next(work)) {
           const RowValues<kBlockM> values(p, work, steps, lane);
+          const BwdStep step = BwdStep::of<kBlockM, kBlockN>(p, work, steps);
           ptx::mbarrier_wait(barrier(Barrier::kQEmpty + slot.index), slot.parity ^ 1);
           const uint32_t place = shared + slot.index * Config::kRow_bytes;
           values.store(place + Config::kLse, place + Config::kDelta, lane);
+          if (lane == 0) step.store(step_place(step_count));
           __syncwarp();
           if (lane == 0) ptx::mbarrier_arrive(barrier(Barrier::kDoFull + slot.index));
           slot.next();
+          ++step_count;
+          wait_for_turn();
+          if (p.dq_semaphore != nullptr && !step.direct()) {
+            turn = turn_counter(p, work, steps.m_block, steps.head);
+            own_turn = turn_of<kBlockM, kBlockN>(work.mask(p), steps.m_block, work.tile.block);
+          }
         }
+        wait_for_turn();
         __syncwarp();
         if (lane == 0) ptx::mbarrier_arrive(barrier(Barrier::kTileEmpty + work_slot.index));
         work_slot.next();
@@ -183,39 +247,38 @@ __global__ void __launch_bounds__(Config::kThreads, 1) attention_bwd(__grid_cons
 
     // Warp 3 adds dQ to the accumulator.
     if (!ptx::elect_one()) return;
-    uint32_t dq_parity = 0;
+    uint32_t turn_parity = 0;
+    Slot<Config::kDqStages> slot_dq;
     for (;;) {
       const BwdWork& work = next_work();
       if (work.tile.block < 0) return;
 #pragma unroll 1
       for (QuerySteps steps(work, group); steps.left > 0; steps.next(work)) {
-        BlockRange keys;
-        if (writes_dq<kBlockM, kBlockN>(work.mask(p), steps.m_block, &keys)) continue;
+        if (writes_dq<kBlockM, kBlockN>(work.mask(p), steps.m_block)) continue;
         const int first = steps.m_block * kBlockM;
-        // Key blocks add to a query block in ascending order.
-        int* turn = nullptr;
-        if (p.dq_semaphore != nullptr)
-          turn = p.dq_semaphore + (static_cast<int64_t>(work.first_turn) + steps.m_block) * p.nheads_q +
-                 steps.head;
-        ptx::mbarrier_wait(barrier(Barrier::kDqFull), dq_parity);  // both consumers have written it
-        dq_parity ^= 1;
-        if (turn != nullptr) {
-          while (ptx::load_acquire(turn) != work.tile.block - keys.first) __nanosleep(64);
+        if (p.dq_semaphore != nullptr) {
+          ptx::mbarrier_wait(barrier(Barrier::kTurnFull), turn_parity);
+          ptx::mbarrier_arrive(barrier(Barrier::kTurnEmpty));
           ptx::fence_async_proxy_global();
         }
+        // Both consumers have written it.
+        ptx::mbarrier_wait(barrier(Barrier::kDqFull + slot_dq.index), slot_dq.parity);
         // Rows past the end are a neighbour's.
         ptx::bulk_add(
             p.dq_accum +
                 (work.bidb * p.lse_batch + steps.head * p.lse_head + work.first_q + first) * kHeadDim,
-            shared + Config::kDq, min(kBlockM, work.seqlen_q - first) * kHeadDim * 4);
+            shared + Config::kDq + slot_dq.index * Config::kDq_bytes,
+            min(kBlockM, work.seqlen_q - first) * kHeadDim * 4);
         ptx::tma_store_commit();
         ptx::tma_store_wait_read();
-        ptx::mbarrier_arrive(barrier(Barrier::kDqEmpty));
-        if (turn != nullptr) {
+        ptx::mbarrier_arrive(barrier(Barrier::kDqEmpty + slot_dq.index));
+        slot_dq.next();
+        if (p.dq_semaphore != nullptr) {
           ptx::tma_store_wait();
           ptx::fence_async_proxy_global();
-          __threadfence();  // the additions come before the turn moves on
-          ptx::red_release_add(turn, 1);
+          ptx::mbarrier_wait(barrier(Barrier::kAddedEmpty), turn_parity ^ 1);
+          ptx::mbarrier_arrive(barrier(Barrier::kAddedFull));
+          turn_parity ^= 1;
         }
       }
       end_work();
@@ -253,104 +316,45 @@ __global__ void __launch_bounds__(Config::kThreads, 1) attention_bwd(__grid_cons
   uint32_t p_frag[1][kBlockM / 16][4], ds_frag[1][kBlockM / 16][4];
 
   const float scale_log2 = p.softmax_scale * 1.4426950408889634f;
-  uint32_t kv_parity = 0, dq_parity = 0;
-  int ds_buffer = 0;
+  uint32_t kv_parity = 0;
+  int step_count = 0, dq_count = 0;  // of this thread block; dS and dQ number i lie in their buffers i % 2
 
   for (;;) {
     const BwdWork& work = next_work();
     if (work.tile.block < 0) break;
-    QuerySteps steps(work, group);
     clear(acc_dk);
     clear(acc_dv);
     // The last tile's dK and dV have left dQ's and dS's space.
     if (leader) ptx::tma_store_wait_read();
     sync_consumers();
 
-    if (steps.left > 0) {
+    if (work.steps > 0) {
       const auto stage_of = [&](SharedMatrix<Slab::kRow_bytes> matrix) {
         return matrix + slot.index * Config::kQ_bytes;
       };
-      ptx::mbarrier_wait(barrier(Barrier::kKFull), kv_parity);
-      ptx::mbarrier_wait(barrier(Barrier::kQFull + slot.index), slot.parity);
-      start_scores<Element, Slab, kBlockN, kBlockM, kHeadDim / 16>(acc_s, matrix_k, stage_of(matrix_q));
-      ptx::mbarrier_wait(barrier(Barrier::kVFull), kv_parity);
-      kv_parity ^= 1;
-      do {
-        const int stage = slot.index;
-        ptx::mbarrier_wait(barrier(Barrier::kDoFull + stage), slot.parity);
-        ptx::wgmma_wait<0>();  // S
-        start_scores<Element, Slab, kBlockN, kBlockM, kHeadDim / 16>(acc_dp, matrix_v, stage_of(matrix_do));
-
-        const uint32_t row_values = shared + stage * Config::kRow_bytes + lane % 4 * 8;
-        ptx::wgmma_pin(acc_s);
-        const bool masked = !work.blocks.is_full(steps.m_block);
-        const auto hide = [&](float (&acc)[1][kBlockM / 8][4], float hidden) {
-          const int key = work.tile.block * kBlockN + consumer * 64 + warp_row + lane / 4;
-          work.mask(p).template apply_transposed<1, 1>(acc, key, steps.m_block * kBlockM + lane % 4 * 2,
-                                                       hidden);
-        };
-        if (masked) hide(acc_s, -INFINITY);
-        probabilities(acc_s, row_values + Config::kLse, scale_log2);
-        to_operand<Element>(p_frag, acc_s);
-        start_sum<Element, Slab>(acc_dv, p_frag, stage_of(transposed_do));
-
-        ptx::wgmma_wait<1>();
-        ptx::wgmma_pin(acc_dp);
-        // A hidden NaN must not meet P = 0.
-        if (masked) hide(acc_dp, 0.f);
-#pragma unroll
-        for (int j = 0; j < kBlockM / 8; ++j) {
-          const float2 delta = ptx::load_shared_float2(row_values + Config::kDelta + j * 32);
-#pragma unroll
-          for (int e = 0; e < 4; ++e)
-            acc_dp[0][j][e] = acc_s[0][j][e] * (acc_dp[0][j][e] - (e % 2 ? delta.y : delta.x));
-        }
-        to_operand<Element>(ds_frag, acc_dp);
-        start_sum<Element, Slab>(acc_dk, ds_frag, stage_of(transposed_q));
-
-        const uint32_t sDs = shared + Config::kDs + ds_buffer * Config::kDs_bytes;
-        const auto this_ds = transposed_ds + ds_buffer * Config::kDs_bytes;
-        ds_buffer ^= 1;
-#pragma unroll
-        for (int j = 0; j < kBlockM / 16; ++j)
-          ptx::stmatrix_x4(
-              sDs + j / 4 * kDsSlab_bytes +
-                  Swizzle<64>::offset(consumer * 64 + warp_row + lane % 16, j % 4 * 2 + lane / 16),
-              ds_frag[0][j]);
-        ptx::fence_async_proxy();
-        sync_consumers();      // both have written dS; both have finished with the other buffer
-        ptx::wgmma_wait<1>();  // dV: P's registers are free
-        ptx::wgmma_pin(p_frag);
+      const auto hide = [&](float (&acc)[1][kBlockM / 8][4], const BwdStep& step, float hidden) {
+        if (!step.masked()) return;
+        const int key = work.tile.block * kBlockN + consumer * 64 + warp_row + lane / 4;
+        work.mask(p).template apply_transposed<1, 1>(acc, key, step.m_block * kBlockM + lane % 4 * 2, hidden);
+      };
+      // The oldest dS: dQ = dS K.
+      const auto start_dq = [&](int count) {
+        const auto ds = transposed_ds + count % 2 * Config::kDs_bytes;
+        const auto keys = transposed_k.made_here();
+        ptx::mbarrier_wait(barrier(Barrier::kDsFull) + count % 2 * 8, count / 2 % 2);
         ptx::wgmma_discard(acc_dq);
         ptx::wgmma_fence();
 #pragma unroll
         for (int k = 0; k < kBlockN / 16; ++k)
-          ptx::wgmma<Element, true, true>(acc_dq[0], this_ds + k * 16 * 128,
-                                          transposed_k + k * 16 * Slab::kRow_bytes, k > 0);
+          ptx::wgmma<Element, true, true>(acc_dq[0], ds + k * 16 * 128, keys + k * 16 * Slab::kRow_bytes,
+                                          k > 0);
         ptx::wgmma_commit();
-
-        BlockRange keys;
-        const bool direct = writes_dq<kBlockM, kBlockN>(work.mask(p), steps.m_block, &keys);
-        const int m_first = steps.m_block * kBlockM, head = steps.head;
-        slot.next();
-        steps.next(work);
-        // What is in flight must not depend on data: after the last step a piece of a product starts, of keys
-        // with keys, and is dropped.
-        if (steps.left > 0) {
-          ptx::mbarrier_wait(barrier(Barrier::kQFull + slot.index), slot.parity);
-          start_scores<Element, Slab, kBlockN, kBlockM, kHeadDim / 16>(acc_s, matrix_k, stage_of(matrix_q));
-        } else {
-          start_scores<Element, Slab, kBlockN, kBlockM, 1>(acc_s, matrix_k, matrix_k + -own_keys);
-        }
-        ptx::wgmma_wait<1>();
-        ptx::wgmma_pin(acc_dq);
-        ptx::wgmma_pin(acc_dk);
-        ptx::wgmma_pin(acc_dv);
-        __syncwarp();  // lse and delta, too, have been read by all lanes
-        if (lane == 0) ptx::mbarrier_arrive(barrier(Barrier::kQEmpty + stage));
-
-        // This lane's rows of dQ are dq_row + warp_row + lane / 4 and the eighth after it; its columns as in
-        // an accumulator, in groups of 16.
+      };
+      bool dq_is_stored = false;
+      // This lane's rows of dQ are dq_row + warp_row + lane / 4 and the eighth after it; its columns as in
+      // an accumulator, in groups of 16.
+      const auto finish_dq = [&](int count, int flags) {
+        if (lane == 0) ptx::mbarrier_arrive(barrier(Barrier::kDsEmpty) + count % 2 * 8);
         const int row = dq_row + warp_row + lane / 4;
         constexpr int kGroups = Config::kDqStored / 16;
         // The first group that this consumer stores: in dQ's columns, and among those that it has made.
@@ -362,37 +366,146 @@ __global__ void __launch_bounds__(Config::kThreads, 1) attention_bwd(__grid_cons
           for (int j = 0; j < kGroups * 2; ++j)
 #pragma unroll
             for (int e = 0; e < 4; ++e) acc_dq[0][j][e] = acc_dq[0][j + 2 * kShift][e];
-        if (direct) {
-          write_dq<Element, kGroups>(p, work, head, m_first + row, first_group * 16, acc_dq);
-        } else {
-          ptx::mbarrier_wait(barrier(Barrier::kDqEmpty), dq_parity ^ 1);  // the last one has left
-          dq_parity ^= 1;
-          // Odd rows of the accumulator, see config.h; a lane's two rows are alike.
-          const int odd = (work.first_q + m_first + row) & 1;
-          const uint32_t sDq = shared + Config::kDq + row * kHeadDim * 4 + lane % 4 * 16;
-#pragma unroll
-          for (int r = 0; r < 2; ++r)
-#pragma unroll
-            for (int j = 0; j < kGroups; ++j)
-              ptx::store_shared_16(sDq + r * 8 * kHeadDim * 4 + ((first_group + j) ^ odd) * 64,
-                                   acc_dq[0][2 * j][r * 2], acc_dq[0][2 * j][r * 2 + 1],
-                                   acc_dq[0][2 * j + 1][r * 2], acc_dq[0][2 * j + 1][r * 2 + 1]);
-          ptx::fence_async_proxy();
-          __syncwarp();
-          if (lane == 0) ptx::mbarrier_arrive(barrier(Barrier::kDqFull));
+        if (BwdStep{flags}.direct()) {
+          const BwdStep step = BwdStep::load(step_place(count));
+          write_dq<Element, kGroups>(p, work, step.head, step.m_block * kBlockM + row, first_group * 16,
+                                     acc_dq);
+          return;
         }
-      } while (steps.left > 0);
+        // The last but one has been added, and a tile's dK has left.
+        ptx::mbarrier_wait(barrier(Barrier::kDqEmpty) + dq_count % 2 * 8, dq_count / 2 % 2 ^ 1);
+        dq_is_stored = true;
+        // Odd rows of the accumulator, see config.h; a lane's two rows are alike.
+        const int odd = (BwdStep{flags}.odd_row() + row) & 1;
+        const uint32_t sDq =
+            shared + Config::kDq + dq_count % 2 * Config::kDq_bytes + row * kHeadDim * 4 + lane % 4 * 16;
+#pragma unroll
+        for (int r = 0; r < 2; ++r)
+#pragma unroll
+          for (int j = 0; j < kGroups; ++j)
+            ptx::store_shared_16(sDq + r * 8 * kHeadDim * 4 + ((first_group + j) ^ odd) * 64,
+                                 acc_dq[0][2 * j][r * 2], acc_dq[0][2 * j][r * 2 + 1],
+                                 acc_dq[0][2 * j + 1][r * 2], acc_dq[0][2 * j + 1][r * 2 + 1]);
+      };
+      // To the producer, a little later: by then the stores have arrived, and the fence has little to wait
+      // for.
+      const auto hand_dq_over = [&] {
+        if (!dq_is_stored) return;
+        ptx::fence_async_proxy();
+        __syncwarp();
+        if (lane == 0) ptx::mbarrier_arrive(barrier(Barrier::kDqFull) + dq_count % 2 * 8);
+        ++dq_count;
+        dq_is_stored = false;
+      };
+
+      ptx::mbarrier_wait(barrier(Barrier::kKFull), kv_parity);
+      ptx::mbarrier_wait(barrier(Barrier::kQFull + slot.index), slot.parity);
+      // The second consumer begins half a step later, and stays behind: the one makes its products while the
+      // other is busy with exponentials.
+      if (consumer == 1) ptx::barrier_sync(2 + kConsumers, kConsumers * 128);
+      start_scores<Element, Slab, kBlockN, kBlockM, kHeadDim / 16>(acc_s, matrix_k, stage_of(matrix_q));
+      ptx::mbarrier_wait(barrier(Barrier::kVFull), kv_parity);
+      kv_parity ^= 1;
+      bool first = true, last;
+      int flags_before = 0;  // of the step before; the rest of its BwdStep is seldom needed
+      do {
+        const int stage = slot.index;
+        const uint32_t row_values = shared + stage * Config::kRow_bytes + lane % 4 * 8;
+        float2 lse_log2[kBlockM / 8];  // fetched before S has arrived, where there are registers for it
+        constexpr bool kFetchesLse = kBlockM == 64;
+        ptx::mbarrier_wait(barrier(Barrier::kDoFull + stage), slot.parity);
+        const BwdStep step = BwdStep::load(step_place(step_count));
+        if constexpr (kFetchesLse) load_lse(lse_log2, row_values + Config::kLse);
+        begin_with_delta(acc_dp, row_values + Config::kDelta);
+        last = step.last();
+        ptx::wgmma_wait<0>();  // S
+        start_scores<Element, Slab, kBlockN, kBlockM, kHeadDim / 16, true>(acc_dp, matrix_v.made_here(),
+                                                                           stage_of(matrix_do));
+        hand_dq_over();
+        ptx::wgmma_pin(acc_s);
+        hide(acc_s, step, -INFINITY);
+        if constexpr (kFetchesLse) {
+          probabilities(acc_s, lse_log2, scale_log2);
+        } else {
+          probabilities(acc_s, row_values + Config::kLse, scale_log2);
+        }
+        to_operand<Element>(p_frag, acc_s);
+        start_sum<Element, Slab>(acc_dv, p_frag, stage_of(transposed_do));
+        if (first && consumer == 0) ptx::barrier_arrive(2 + kConsumers, kConsumers * 128);
+
+        ptx::wgmma_wait<1>();
+        ptx::wgmma_pin(acc_dp);
+        hide(acc_dp, step, 0.f);  // a hidden NaN must not meet P = 0
+#pragma unroll
+        for (int j = 0; j < kBlockM / 8; ++j)
+#pragma unroll
+          for (int e = 0; e < 4; ++e) acc_dp[0][j][e] *= acc_s[0][j][e];
+        to_operand<Element>(ds_frag, acc_dp);
+
+        // Both consumers have made dQ of what lay there.
+        ptx::mbarrier_wait(barrier(Barrier::kDsEmpty) + step_count % 2 * 8, step_count / 2 % 2 ^ 1);
+        const uint32_t sDs = shared + Config::kDs + step_count % 2 * Config::kDs_bytes;
+#pragma unroll
+        for (int j = 0; j < kBlockM / 16; ++j)
+          ptx::stmatrix_x4(
+              sDs + j / 4 * kDsSlab_bytes +
+                  Swizzle<64>::offset(consumer * 64 + warp_row + lane % 16, j % 4 * 2 + lane / 16),
+              ds_frag[0][j]);
+        start_sum<Element, Slab>(acc_dk, ds_frag, stage_of(transposed_q));
+        ptx::fence_async_proxy();
+        __syncwarp();
+        if (lane == 0) ptx::mbarrier_arrive(barrier(Barrier::kDsFull) + step_count % 2 * 8);
+        ptx::wgmma_wait<1>();  // dV: P's registers are free
+        ptx::wgmma_pin(p_frag);
+        // dQ is a step behind, so that neither consumer waits for the other's dS. What is in flight must not
+        // depend on data: in the first step, and of S after the last, a piece of a product starts, of keys
+        // with keys, and is dropped.
+        if (!first) {
+          start_dq(step_count - 1);
+        } else {
+          ptx::wgmma_discard(acc_dq);
+          ptx::wgmma_fence();
+          ptx::wgmma<Element, true, true>(acc_dq[0], transposed_k, transposed_k, false);
+          ptx::wgmma_commit();
+        }
+        slot.next();
+        if (!last) {
+          ptx::mbarrier_wait(barrier(Barrier::kQFull + slot.index), slot.parity);
+          start_scores<Element, Slab, kBlockN, kBlockM, kHeadDim / 16>(acc_s, matrix_k.made_here(),
+                                                                       stage_of(matrix_q));
+        } else {
+          start_scores<Element, Slab, kBlockN, kBlockM, 1>(acc_s, matrix_k, matrix_k + -own_keys);
+        }
+        ptx::wgmma_wait<1>();
+        ptx::wgmma_pin(acc_dq);
+        ptx::wgmma_pin(acc_dk);
+        ptx::wgmma_pin(acc_dv);
+        __syncwarp();  // lse and delta, too, have been read by all lanes
+        if (lane == 0) ptx::mbarrier_arrive(barrier(Barrier::kQEmpty + stage));
+        if (!first) finish_dq(step_count - 1, flags_before);
+        flags_before = step.flags;
+        ++step_count;
+        first = false;
+      } while (!last);
+      ptx::wgmma_wait<0>();  // the piece of S
+      start_dq(step_count - 1);
+      hand_dq_over();
       ptx::wgmma_wait<0>();
+      ptx::wgmma_pin(acc_dq);
       __syncwarp();
       if (lane == 0) ptx::mbarrier_arrive(barrier(Barrier::kKVEmpty));
+      finish_dq(step_count - 1, flags_before);
+      hand_dq_over();
     }
-    // dK leaves through dQ's space and dV through dS's, so that the next tile's keys come at once.
+    // dK leaves through the buffer of dQ that is next, and dV through dS's, so that the next tile's keys come
+    // at once.
     static_assert(Config::kKV_bytes <= Config::kDq_bytes && Config::kKV_bytes <= 2 * Config::kDs_bytes);
     const int own_row = consumer * 64 + warp_row;
     sync_consumers();  // both have finished with dS
     store_sum<Element, Slab, kBlockN>(shared + Config::kDs, own_row, acc_dv, 1.f);
-    ptx::mbarrier_wait(barrier(Barrier::kDqEmpty), dq_parity ^ 1);  // the last dQ has left
-    store_sum<Element, Slab, kBlockN>(shared + Config::kDq, own_row, acc_dk, p.softmax_scale);
+    const int dk_place = Config::kDq + dq_count % 2 * Config::kDq_bytes;
+    ptx::mbarrier_wait(barrier(Barrier::kDqEmpty) + dq_count % 2 * 8, dq_count / 2 % 2 ^ 1);  // it is free
+    store_sum<Element, Slab, kBlockN>(shared + dk_place, own_row, acc_dk, p.softmax_scale);
     ptx::fence_async_proxy();
     sync_warpgroup();
     if (leader) {
@@ -402,7 +515,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1) attention_bwd(__grid_cons
         const uint32_t slab = shared + i * kBlockN * Slab::kRow_bytes + own_keys;
         const ptx::Coordinates at =
             rows_k.at(i * Slab::kWidth, work.tile.block * kBlockN + consumer * 64, work.tile.bidh);
-        ptx::tma_store(&a.dk, slab + Config::kDq, at);
+        ptx::tma_store(&a.dk, slab + dk_place, at);
         ptx::tma_store(&a.dv, slab + Config::kDs, at);
       }
       ptx::tma_store_commit();

@@ -71,6 +71,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     ptx::mbarrier_init(barrier(Barrier::kDsFull), 4);
     ptx::mbarrier_init(barrier(Barrier::kOtherFull), 1);
     ptx::mbarrier_init(barrier(Barrier::kDsEmpty), 2 * 2 * 4);
+    ptx::mbarrier_init(barrier(Barrier::kLoaded), 1);
     for (int i = 0; i < kStages; ++i) {
       ptx::mbarrier_init(barrier(Barrier::kQFull + i), 1);
       ptx::mbarrier_init(barrier(Barrier::kDoFull + i), 2);
@@ -82,7 +83,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
 
   const int warpgroup = __shfl_sync(kFullWarp, threadIdx.x / 128, 0);
   const int warp = __shfl_sync(kFullWarp, threadIdx.x / 32 % 4, 0);
-  const int lane = threadIdx.x % 32;
+  const int lane = ptx::lane_index();
   Slot<2> work_slot;
   Slot<kStages> slot;
 
@@ -100,9 +101,16 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     ptx::give_registers<Config::kProducerRegisters>();
     if (warp == 0 && rank == 0 && ptx::elect_one()) {  // hands out the work, to both blocks
       ptx::wait_for_previous_kernel();
-      const int heads = heads_side_by_side(a);
+      const int blocks = blocks_of_a_head<kBlockN>(p);
+      const HeadOrder order(a, blocks, gridDim.x / 2);
+      uint32_t loaded_parity = 1;  // the first tile waits for nothing
       for (;;) {
-        const BwdWork work = decode<kBlockM, kBlockN>(p, atomicAdd(p.tiles + 1, 1), heads);
+        if (p.dq_semaphore != nullptr) {
+          // A tile that others wait for is not kept back: it is taken when the one before is about to end.
+          ptx::mbarrier_wait(barrier(Barrier::kLoaded), loaded_parity);
+          loaded_parity ^= 1;
+        }
+        const BwdWork work = decode<kBlockM, kBlockN>(p, atomicAdd(p.tiles + 1, 1), blocks, order);
         // Everyone has ended the tile before the last.
         ptx::mbarrier_wait_cluster(barrier(Barrier::kTileEmpty + work_slot.index), work_slot.parity ^ 1);
         shared_work[work_slot.index] = work;
@@ -173,18 +181,21 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
         }
 #pragma unroll 1
         while (steps.left > 0) load_queries();
+        if (p.dq_semaphore != nullptr && rank == 0) ptx::mbarrier_arrive(barrier(Barrier::kLoaded));
         end_work();
       }
-    } else if (warp == 2) {  // lse and delta
+    } else if (warp == 2) {  // lse and delta, and what each step is
       for (;;) {
         const BwdWork& work = next_work();
         if (work.tile.block < 0) break;
 #pragma unroll 1
         for (QuerySteps steps(work, group); steps.left > 0; steps.next(work)) {
           const RowValues<kBlockM> values(p, work, steps, lane);
+          const BwdStep step = BwdStep::of<kBlockM, kBlockN>(p, work, steps);
           ptx::mbarrier_wait(barrier(Barrier::kQEmpty + slot.index), slot.parity ^ 1);
           const uint32_t place = shared + slot.index * Config::kRow_bytes;
           values.store(place + Config::kLse, place + Config::kDelta, lane);
+          if (lane == 0) step.store(shared + Config::kStep + slot.index * Config::kStep_bytes);
           __syncwarp();
           if (lane == 0) ptx::mbarrier_arrive(barrier(Barrier::kDoFull + slot.index));
           slot.next();
@@ -266,67 +277,58 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
       turn_to_pass = nullptr;
     };
     // This consumer's share of the block's columns of dQ goes out.
-    const auto finish_dq = [&](auto& acc, const BwdWork& work, int m_block, int head) {
+    const auto finish_dq = [&](auto& acc, const BwdWork& work, const BwdStep& step) {
       constexpr int kGroups = std::extent_v<std::remove_reference_t<decltype(acc)>, 1> / 2;
       const int column = rank * kHalf + (warpgroup == 1 ? 0 : Config::kDqFirst);
-      const int row = m_block * kBlockM + warp * 16 + lane / 4;  // and the eighth after it
-      BlockRange keys;
-      if (writes_dq<kBlockM, kBlockN>(work.mask(p), m_block, &keys)) {
-        write_dq<Element, kGroups>(p, work, head, row, column, acc);
+      const int row = warp * 16 + lane / 4;  // and the eighth after it
+      if (step.direct()) {
+        write_dq<Element, kGroups>(p, work, step.head, step.m_block * kBlockM + row, column, acc);
         return;
       }
       if (p.dq_semaphore != nullptr) {
-        // Key blocks add to a query block in ascending order; each is four consumers.
-        int* const turn =
-            p.dq_semaphore + (static_cast<int64_t>(work.first_turn) + m_block) * p.nheads_q + head;
+        // Key blocks add to a query block in descending order; each is four consumers.
+        int* const turn = turn_counter(p, work, step.m_block, step.head);
+        const int own = turn_of<kBlockM, kBlockN>(work.mask(p), step.m_block, work.tile.block);
         if (leader)
-          while (ptx::load_acquire(turn) / 4 != work.tile.block - keys.first) __nanosleep(64);
+          while (ptx::load_acquire(turn) / 4 != own) __nanosleep(32);
         sync_warpgroup();
         turn_to_pass = turn;
       }
-      float* const accum = p.dq_accum +
-                           (work.bidb * p.lse_batch + head * p.lse_head + work.first_q + row) * kHeadDim +
-                           column + lane % 4 * 4;
+      float* const accum =
+          p.dq_accum + (static_cast<int64_t>(step.first_row) + row) * kHeadDim + column + lane % 4 * 4;
 #pragma unroll
       for (int r = 0; r < 2; ++r)
-        if (row + r * 8 < work.seqlen_q)
+        if (row + r * 8 < step.rows())
 #pragma unroll
           for (int j = 0; j < kGroups; ++j)
             ptx::red_add_4(accum + r * 8 * kHeadDim + j * 16, acc[0][2 * j][r * 2], acc[0][2 * j][r * 2 + 1],
                            acc[0][2 * j + 1][r * 2], acc[0][2 * j + 1][r * 2 + 1]);
     };
-    const auto hide = [&](const BwdWork& work, int m_block, float hidden) {
-      if (work.blocks.is_full(m_block)) return;
+    const auto hide = [&](const BwdWork& work, const BwdStep& step, float hidden) {
+      if (!step.masked()) return;
       const int key = work.tile.block * kBlockN + rank * kKeys + warp * 16 + lane / 4;
-      work.mask(p).template apply_transposed<1, 1>(acc_score, key, m_block * kBlockM + lane % 4 * 2, hidden);
+      work.mask(p).template apply_transposed<1, 1>(acc_score, key, step.m_block * kBlockM + lane % 4 * 2,
+                                                   hidden);
     };
-    const auto row_values = [&](int stage) { return shared + stage * Config::kRow_bytes + lane % 4 * 8; };
+    // What comes with dO of the stage that `slot` stands at.
+    const auto load_step = [&] {
+      return BwdStep::load(shared + Config::kStep + slot.index * Config::kStep_bytes);
+    };
+    const auto row_values = [&] { return shared + slot.index * Config::kRow_bytes + lane % 4 * 8; };
 
     for (;;) {
       const BwdWork& work = next_work();
       if (work.tile.block < 0) break;
-      QuerySteps steps(work, group);
       clear(acc_sum);
 
-      if (steps.left > 0 && warpgroup == 1) {
+      if (work.steps > 0 && warpgroup == 1) {
         float acc_dq[1][Config::kDqFirst / 8][4];
-        const auto make_p = [&] {
-          wait_do();  // lse comes with it
-          hide(work, steps.m_block, -INFINITY);
-          probabilities(acc_score, row_values(slot.index) + Config::kLse, scale_log2);
+        const auto make_p = [&](const BwdStep& step) {
+          hide(work, step, -INFINITY);
+          probabilities(acc_score, row_values() + Config::kLse, scale_log2);
           to_operand<Element>(frag, acc_score);
         };
-        ptx::mbarrier_wait(barrier(Barrier::kKFull), kv_parity);
-        wait_q();
-        start_scores<Element, Slab, kKeys, kBlockM, kHeadDim / 16>(acc_score, matrix_k,
-                                                                   stage_of(matrix_q, slot.index));
-        ptx::mbarrier_wait(barrier(Barrier::kVFull), kv_parity);
-        kv_parity ^= 1;
-        ptx::wgmma_wait<0>();
-        ptx::wgmma_pin(acc_score);
-        make_p();
-        start_sum<Element, Slab>(acc_sum, frag, stage_of(transposed_do, slot.index));
-        for (;;) {
+        const auto hand_p_over = [&] {
           // Both consumers, and the other block, have finished with the last dS.
           ptx::mbarrier_wait(barrier(Barrier::kDsEmpty), ds_parity ^ 1);
 #pragma unroll
@@ -336,12 +338,26 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
                                  __uint_as_float(frag[0][j][3]));
           __syncwarp();
           if (lane == 0) ptx::mbarrier_arrive(barrier(Barrier::kPFull));
-          const int stage = slot.index, m_block = steps.m_block, head = steps.head;
+        };
+        ptx::mbarrier_wait(barrier(Barrier::kKFull), kv_parity);
+        wait_q();
+        start_scores<Element, Slab, kKeys, kBlockM, kHeadDim / 16>(acc_score, matrix_k,
+                                                                   stage_of(matrix_q, slot.index));
+        ptx::mbarrier_wait(barrier(Barrier::kVFull), kv_parity);
+        kv_parity ^= 1;
+        wait_do();
+        BwdStep step = load_step();
+        ptx::wgmma_wait<0>();
+        ptx::wgmma_pin(acc_score);
+        make_p(step);
+        start_sum<Element, Slab>(acc_sum, frag, stage_of(transposed_do, slot.index));
+        hand_p_over();
+        for (;;) {
+          const int stage = slot.index;
           slot.next();
-          steps.next(work);
           // What is in flight must not depend on data: after the last step a piece of a product starts, of
           // keys with keys, and is dropped.
-          if (steps.left > 0) {
+          if (!step.last()) {
             wait_q();
             start_scores<Element, Slab, kKeys, kBlockM, kHeadDim / 16>(acc_score, matrix_k,
                                                                        stage_of(matrix_q, slot.index));
@@ -354,35 +370,48 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
           ds_parity ^= 1;
           other_parity ^= 1;
           start_dq(acc_dq);
+          BwdStep next = step;
+          if (!step.last()) {
+            wait_do();  // lse comes with it
+            next = load_step();
+          }
           ptx::wgmma_wait<1>();  // dV and S
           ptx::wgmma_pin(acc_sum);
           ptx::wgmma_pin(frag);
           ptx::wgmma_pin(acc_score);
           release(stage);
-          if (steps.left > 0) make_p();
+          if (!step.last()) make_p(next);
           ptx::wgmma_wait<0>();
           ptx::wgmma_pin(acc_dq);
           arrive_in_both(Barrier::kDsEmpty);
-          if (steps.left == 0) {
-            finish_dq(acc_dq, work, m_block, head);
+          if (step.last()) {
+            finish_dq(acc_dq, work, step);
             break;
           }
           start_sum<Element, Slab>(acc_sum, frag, stage_of(transposed_do, slot.index));
-          finish_dq(acc_dq, work, m_block, head);
+          hand_p_over();  // first, because the other consumer waits for it
+          finish_dq(acc_dq, work, step);
+          step = next;
         }
-      } else if (steps.left > 0) {
+      } else if (work.steps > 0) {
         float acc_dq[1][Config::kDqSecond / 8][4];
+        BwdStep step;
+        const auto start_dp = [&] {
+          wait_do();
+          begin_with_delta(acc_score, row_values() + Config::kDelta);
+          start_scores<Element, Slab, kKeys, kBlockM, kHeadDim / 16, true>(acc_score, matrix_v,
+                                                                           stage_of(matrix_do, slot.index));
+        };
         ptx::mbarrier_wait(barrier(Barrier::kKFull), kv_parity);
         ptx::mbarrier_wait(barrier(Barrier::kVFull), kv_parity);
         kv_parity ^= 1;
-        wait_do();
-        start_scores<Element, Slab, kKeys, kBlockM, kHeadDim / 16>(acc_score, matrix_v,
-                                                                   stage_of(matrix_do, slot.index));
+        start_dp();
+        step = load_step();
         ptx::wgmma_wait<0>();
         ptx::wgmma_pin(acc_score);
-        do {
-          const int stage = slot.index, m_block = steps.m_block, head = steps.head;
-          hide(work, m_block, 0.f);  // a hidden NaN must not meet P = 0
+        for (;;) {
+          const int stage = slot.index;
+          hide(work, step, 0.f);  // a hidden NaN must not meet P = 0
           ptx::mbarrier_wait(barrier(Barrier::kPFull), ds_parity);
           ds_parity ^= 1;
 #pragma unroll
@@ -391,23 +420,21 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
             const uint32_t probability[4] = {packed.x, packed.y, packed.z, packed.w};
 #pragma unroll
             for (int i = 0; i < 4; ++i) {  // of tile 2 j + i / 2, the row i % 2 * 8 further
-              const float2 delta =
-                  ptx::load_shared_float2(row_values(stage) + Config::kDelta + (2 * j + i / 2) * 32);
               const float2 x = ptx::unpack<Element>(probability[i]);
               float* const dp = &acc_score[0][2 * j + i / 2][i % 2 * 2];
-              dp[0] = x.x * (dp[0] - delta.x);
-              dp[1] = x.y * (dp[1] - delta.y);
+              dp[0] *= x.x;
+              dp[1] *= x.y;
             }
           }
           to_operand<Element>(frag, acc_score);
-          wait_q();
-          start_sum<Element, Slab>(acc_sum, frag, stage_of(transposed_q, stage));
           __syncwarp();  // all lanes have read P
 #pragma unroll
           for (int j = 0; j < kBlockM / 16; ++j)
             ptx::stmatrix_x4(
                 shared + Config::kDs + Swizzle<64>::offset(warp * 16 + lane % 16, j * 2 + lane / 16),
                 frag[0][j]);
+          wait_q();
+          start_sum<Element, Slab>(acc_sum, frag, stage_of(transposed_q, stage));
           ptx::fence_async_proxy();
           sync_warpgroup();  // dS is complete
           if (lane == 0) ptx::mbarrier_arrive(barrier(Barrier::kDsFull));
@@ -418,11 +445,10 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
                                Config::kDs_bytes, ptx::cluster_address(barrier(Barrier::kOtherFull), other));
           }
           slot.next();
-          steps.next(work);
-          if (steps.left > 0) {
-            wait_do();
-            start_scores<Element, Slab, kKeys, kBlockM, kHeadDim / 16>(acc_score, matrix_v,
-                                                                       stage_of(matrix_do, slot.index));
+          BwdStep next = step;
+          if (!step.last()) {
+            start_dp();
+            next = load_step();
           } else {
             start_scores<Element, Slab, kKeys, kBlockM, 1>(acc_score, matrix_v, matrix_v);
           }
@@ -438,8 +464,10 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
           ptx::wgmma_wait<0>();
           ptx::wgmma_pin(acc_dq);
           arrive_in_both(Barrier::kDsEmpty);
-          finish_dq(acc_dq, work, m_block, head);
-        } while (steps.left > 0);
+          finish_dq(acc_dq, work, step);
+          if (step.last()) break;
+          step = next;
+        }
       } else {
         // No keys come, but their turn: else this tile could end before the loads have waited for the one
         // before.

@@ -58,18 +58,6 @@ template <> struct FwdConfig<192> : FwdTile<192, 128, 112, 2, 1> {};  // 216 KB
 template <> struct FwdConfig<256> : FwdTile<256, 128, 80, 2, 1> {};   // 224 KB
 // clang-format on
 
-// Where the sequences have fewer than kBelow keys on average, a tile is one or two key blocks, and what it
-// takes from its first product to its output is not hidden by its own next step: two blocks on a
-// multiprocessor, 64 queries each. The key tiles are the same, so is every bit of the result.
-template <int kHeadDim>
-struct FwdShortConfig {
-  static constexpr int kBelow = 0;
-};
-template <>
-struct FwdShortConfig<128> : FwdTile<128, 64, 128, 1, 1, 2> {  // 81 KB x 2
-  static constexpr int kBelow = 256;
-};
-
 // Backward: kBlockN / 64 consumer warpgroups, 64 keys each, and one producer. Each consumer makes its keys'
 // S, dP, dV and dK, and its share of dQ: 64 of the queries where there are 128, else about half of the
 // columns.
@@ -97,21 +85,28 @@ struct BwdTile {
   static constexpr int kQ_bytes = kBlockM * kHeadDim * 2, kKV_bytes = kBlockN * kHeadDim * 2;
   static constexpr int kDs_bytes = kBlockM * kBlockN * 2, kDq_bytes = kBlockM * kHeadDim * 4;
   static constexpr int kRow_bytes = kBlockM * 4;
-  // dK and dV leave through dQ's and dS's space. dS has two buffers: one barrier a step then keeps a consumer
-  // from writing what the other still reads.
+  // dK and dV leave through dQ's and dS's space. dS and dQ have two buffers each: the consumers are half a
+  // step apart, and to add dQ to the accumulator takes most of a step.
+  static constexpr int kDsStages = 2, kDqStages = 2;
   static constexpr int kK = 0, kV = kK + kKV_bytes, kQ = kV + kKV_bytes, kDo = kQ + kStages * kQ_bytes;
-  static constexpr int kDs = kDo + kStages * kQ_bytes, kDq = kDs + 2 * kDs_bytes;
-  static constexpr int kLse = kDq + kDq_bytes, kDelta = kLse + kStages * kRow_bytes;
-  static constexpr int kWork = kDelta + kStages * kRow_bytes, kWork_bytes = 64;
+  static constexpr int kDs = kDo + kStages * kQ_bytes, kDq = kDs + kDsStages * kDs_bytes;
+  static constexpr int kLse = kDq + kDqStages * kDq_bytes, kDelta = kLse + kStages * kRow_bytes;
+  static constexpr int kSteps = 4;  // a BwdStep is still needed for dQ, which is a step behind
+  static constexpr int kStep = kDelta + kStages * kRow_bytes, kStep_bytes = 16;
+  static constexpr int kWork = kStep + kSteps * kStep_bytes, kWork_bytes = 64;
   static constexpr int kBarriers = kWork + 2 * kWork_bytes;
 
   struct Barrier {
     static constexpr int kTileFull = 0,
                          kTileEmpty = 2;  // one work tile is handed out ahead of the current one
-    static constexpr int kKFull = 4, kVFull = 5, kKVEmpty = 6, kDqFull = 7, kDqEmpty = 8;
-    static constexpr int kQFull = 9;                   // a stage's Q
-    static constexpr int kDoFull = kQFull + kStages;   // its dO, lse and delta
-    static constexpr int kQEmpty = kDoFull + kStages;  // all of them have been read
+    static constexpr int kKFull = 4, kVFull = 5, kKVEmpty = 6;
+    // Deterministic: the turn of a step's dQ has come (empty: that has been seen), dQ has been added.
+    static constexpr int kTurnFull = 7, kTurnEmpty = 8, kAddedFull = 9, kAddedEmpty = 10;
+    static constexpr int kDqFull = 11, kDqEmpty = kDqFull + kDqStages;
+    static constexpr int kDsFull = kDqEmpty + kDqStages, kDsEmpty = kDsFull + kDsStages;
+    static constexpr int kQFull = kDsEmpty + kDsStages;  // a stage's Q
+    static constexpr int kDoFull = kQFull + kStages;     // its dO, lse, delta and BwdStep
+    static constexpr int kQEmpty = kDoFull + kStages;    // all of them have been read
     static constexpr int kCount = kQEmpty + kStages;
   };
   static constexpr int kShared_bytes = kBarriers + Barrier::kCount * 8;
@@ -150,7 +145,8 @@ struct BwdPairTile {
   static constexpr int kDo = kQ + kStages * kQ_bytes, kDs = kDo + kStages * kQ_bytes,
                        kOtherDs = kDs + kDs_bytes;
   static constexpr int kLse = kOtherDs + kDs_bytes, kDelta = kLse + kStages * kRow_bytes;
-  static constexpr int kWork = kDelta + kStages * kRow_bytes, kWork_bytes = 64;
+  static constexpr int kStep = kDelta + kStages * kRow_bytes, kStep_bytes = 16;
+  static constexpr int kWork = kStep + kStages * kStep_bytes, kWork_bytes = 64;
   static constexpr int kBarriers = kWork + 2 * kWork_bytes;
 
   struct Barrier {
@@ -161,7 +157,8 @@ struct BwdPairTile {
     static constexpr int kPFull = 7, kDsFull = 8;  // in the one place
     static constexpr int kOtherFull = 9;           // the other block's dS has arrived
     static constexpr int kDsEmpty = 10;            // dS has been read, here and in the other block
-    static constexpr int kQFull = 11, kDoFull = kQFull + kStages;
+    static constexpr int kLoaded = 11;             // deterministic: the tile's loads have begun
+    static constexpr int kQFull = 12, kDoFull = kQFull + kStages;
     static constexpr int kQEmpty = kDoFull + kStages;  // read in both blocks, because copies go to both
     static constexpr int kCount = kQEmpty + kStages;
   };

@@ -66,15 +66,6 @@ cudaError_t launch_fwd(const FwdParams& p, cudaStream_t stream) {
   return launch_fwd_tiles<Element<kDType>, FwdConfig<kHeadDim>>(p, stream);
 }
 
-// The same, with other tiles where the sequences are short.
-template <DType kDType, int kHeadDim>
-cudaError_t launch_fwd_by_length(const FwdParams& p, cudaStream_t stream) {
-  using Short = FwdShortConfig<kHeadDim>;
-  const int64_t keys = p.cu_seqlens_k != nullptr ? p.total_k : int64_t{p.seqlen_k} * p.batch;
-  if (keys < int64_t{Short::kBelow} * p.batch) return launch_fwd_tiles<Element<kDType>, Short>(p, stream);
-  return launch_fwd<kDType, kHeadDim>(p, stream);
-}
-
 template <DType kDType, int kHeadDim>
 const void* fwd_function() {
   return reinterpret_cast<const void*>(attention_fwd<Element<kDType>, FwdConfig<kHeadDim>>);
@@ -83,8 +74,5 @@ const void* fwd_function() {
 #define FA2_INSTANTIATE_FWD(kDType, kHeadDim)                                        \
   template cudaError_t launch_fwd<kDType, kHeadDim>(const FwdParams&, cudaStream_t); \
   template const void* fwd_function<kDType, kHeadDim>();
-
-#define FA2_INSTANTIATE_FWD_BY_LENGTH(kDType, kHeadDim) \
-  template cudaError_t launch_fwd_by_length<kDType, kHeadDim>(const FwdParams&, cudaStream_t);
 
 }  // namespace fa2::sm90

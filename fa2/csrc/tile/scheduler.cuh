@@ -16,30 +16,32 @@ struct WorkTile {
 constexpr int kHeadsInFlight = 32;
 
 // `reversed`: the last block first. Causal: the forward's last query block and the backward's first key block
-// are the longest, and the longest go first, so that the short ones fill the end.
+// are the longest, and the longest go first, so that the short ones fill the end. first_head: index counts
+// from its first tile on.
 __device__ __forceinline__ bool find_tile(WorkTile& tile, unsigned index, const Problem& p, int nheads,
-                                          int blocks, bool reversed, unsigned heads_in_flight) {
+                                          int blocks, bool reversed, unsigned heads_in_flight,
+                                          unsigned first_head = 0) {
   if (p.cu_seqlens_q == nullptr) {
-    const unsigned all_heads = p.batch * nheads;
+    const unsigned all_heads = p.batch * nheads - first_head;
     const unsigned group = index / (heads_in_flight * blocks);
     const unsigned in_group = index - group * (heads_in_flight * blocks);
     const unsigned width = min(heads_in_flight, all_heads - group * heads_in_flight);
     const unsigned rank = in_group / width;
-    const unsigned head = group * heads_in_flight + in_group - rank * width;
+    const unsigned head = first_head + group * heads_in_flight + in_group - rank * width;
     tile.bidb = head / nheads;
     tile.bidh = head - tile.bidb * nheads;
     tile.block = reversed ? blocks - 1 - rank : rank;
     return true;
   }
   const unsigned tiles = p.tiles[0];
-  if (index >= tiles * nheads) return false;
+  if (index >= tiles * (nheads - first_head)) return false;
   const unsigned group = index / (heads_in_flight * tiles);
   const unsigned in_group = index - group * (heads_in_flight * tiles);
-  const unsigned width = min(heads_in_flight, nheads - group * heads_in_flight);
+  const unsigned width = min(heads_in_flight, nheads - first_head - group * heads_in_flight);
   const unsigned rank = in_group / width;
   const int2 entry = reinterpret_cast<const int2*>(p.tiles)[2 + rank];
   tile.bidb = entry.x;
-  tile.bidh = group * heads_in_flight + in_group - rank * width;
+  tile.bidh = first_head + group * heads_in_flight + in_group - rank * width;
   tile.block = entry.y;
   return true;
 }

@@ -3,6 +3,5 @@
 namespace fa2::sm90 {
 
 FA2_INSTANTIATE_FWD(DType::kFloat16, 128)
-FA2_INSTANTIATE_FWD_BY_LENGTH(DType::kFloat16, 128)
 
 }  // namespace fa2::sm90
