@@ -190,7 +190,7 @@ class Bench:
                 else:
                     self.left_out.append(f"{name}: {case.name}: out of time")
         ceiling.append(timing.matmul_ceiling(self.device, *self.args.matmul))
-        record["matmul_tflops"] = [round(c, 1) for c in ceiling]
+        record["matmul_tflops"] = _rounded(ceiling)
         record["machine"]["after"] = machine.gpu_state()
         record |= {"kernels": self.kernels, "left_out": self.left_out, "rows": _rounded(self.rows)}
         record["geometric_means"] = geometric_means(record["rows"])
