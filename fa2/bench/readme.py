@@ -139,13 +139,27 @@ def packed_table(record: Record) -> str:
 
 
 def deterministic_table(record: Record) -> str:
-    """What a fixed order of dq costs, and the host's time."""
+    """What a fixed order of dq costs."""
     lines = ["| headdim | mask | backward, over the time without |", "| --- | --- | --- |"]
     lines += [
         f"| {r['headdim']} | {r['mask']} {r['seqlen']} | {r['cost']:.2f} |" for r in record.get("deterministic", [])
     ]
-    if host := record.get("host_us"):
-        lines += ["", "Host, µs a call: " + ", ".join(f"{name} {us:.0f}" for name, us in host.items()) + "."]
+    return "\n".join(lines)
+
+
+def host_table(record: Record) -> str:
+    """The host's time for one call, beside SDPA's."""
+    host = record.get("host_us")
+    if not host:
+        return "The record has no `--host-overhead`."
+    lines = _header("host, µs a call", "fa2", "SDPA flash", "fa2 / SDPA flash")
+    for call, peer in (("function", "SDPA flash"), ("function and backward", "SDPA flash and backward")):
+        lines.append(f"| {call} | {host[call]:.0f} | {host[peer]:.0f} | {host[call] / host[peer]:.2f} |")
+    lines += [
+        "",
+        f"fa2's operators without autograd: forward {host['operator forward']:.0f} µs, backward "
+        f"{host['operator backward']:.0f} µs. {_machine(record)}.",
+    ]
     return "\n".join(lines)
 
 
@@ -172,6 +186,7 @@ TABLES: dict[str, tuple[str, str, Callable[[Record], str]]] = {
     "sweep": (*_BENCH, sweep_table),
     "packed": (*_BENCH, packed_table),
     "deterministic": (*_BENCH, deterministic_table),
+    "host": (*_BENCH, host_table),
     "correctness": (*_RANDOM, correctness_table),
 }
 

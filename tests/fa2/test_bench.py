@@ -200,6 +200,10 @@ def test_tables_are_made_from_records(record, tmp_path):
         made = readme.readme_tables(f"<!-- table: {name} -->\nold\n<!-- end -->", tmp_path)
         assert "old" not in made
         assert made.count("|") > 4
+    host = record["host_us"]
+    made = readme.host_table({"machine": machine.describe("cpu"), **record})
+    assert f" {host['function'] / host['SDPA flash']:.2f} |" in made
+    assert "--host-overhead" in readme.host_table({"rows": []})
     with pytest.raises(KeyError):
         readme.readme_tables("<!-- table: nothing -->\n<!-- end -->", tmp_path)
 
