@@ -194,6 +194,8 @@ def test_readme_agrees_with_the_records():
 
 def test_tables_are_made_from_records(record, tmp_path):
     for name, (path, _, _) in readme.TABLES.items():
+        if name == "llama":  # test_bench_llama.py's
+            continue
         (tmp_path / path).parent.mkdir(exist_ok=True)
         found = record if path.endswith("bench.json") else correctness.differential(0, 0, "cpu")
         (tmp_path / path).write_text(json.dumps({"machine": machine.describe("cpu"), **found}))
