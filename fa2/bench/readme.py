@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from fa2.bench.llama import ATTENTIONS
+
 README = Path(__file__).resolve().parents[1] / "README.md"
 RESULTS = Path(__file__).resolve().parent / "results"
 _TABLE = re.compile(r"(<!-- table: (?P<name>\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -139,13 +141,69 @@ def packed_table(record: Record) -> str:
 
 
 def deterministic_table(record: Record) -> str:
-    """What a fixed order of dq costs, and the host's time."""
+    """What a fixed order of dq costs."""
     lines = ["| headdim | mask | backward, over the time without |", "| --- | --- | --- |"]
     lines += [
         f"| {r['headdim']} | {r['mask']} {r['seqlen']} | {r['cost']:.2f} |" for r in record.get("deterministic", [])
     ]
-    if host := record.get("host_us"):
-        lines += ["", "Host, µs a call: " + ", ".join(f"{name} {us:.0f}" for name, us in host.items()) + "."]
+    return "\n".join(lines)
+
+
+def host_table(record: Record) -> str:
+    """The host's time for one call, beside SDPA's."""
+    host = record.get("host_us")
+    if not host:
+        return "The record has no `--host-overhead`."
+    lines = _header("host, µs a call", "fa2", "SDPA flash", "fa2 / SDPA flash")
+    for call, peer in (("function", "SDPA flash"), ("function and backward", "SDPA flash and backward")):
+        lines.append(f"| {call} | {host[call]:.0f} | {host[peer]:.0f} | {host[call] / host[peer]:.2f} |")
+    lines += [
+        "",
+        f"fa2's operators without autograd: forward {host['operator forward']:.0f} µs, backward "
+        f"{host['operator backward']:.0f} µs. {_machine(record)}.",
+    ]
+    return "\n".join(lines)
+
+
+def _kernel(name: str) -> str:
+    """A kernel's name without its template and call arguments."""
+    return re.sub(r"^void |[<(].*", "", name)
+
+
+def llama_table(record: Record) -> str:
+    """A Hugging Face Llama's training step."""
+    lines = _header("step", "attention", "ms", "tokens/s", "fa2's speed over it", "peak memory, GB", "first loss")
+    ran: dict[str, str] = {}
+    spread = 0.0
+    for part, found in record["parts"].items():
+        for name, r in found.items():
+            over = found["fa2"]["speed_over"].get(name)
+            cells = [f"{r['ms']:.1f}", f"{r['tokens_per_s']:.0f}", f"{over:.3f}" if over else "–"]
+            cells += [f"{r['peak_gb']:.1f}", f"{r['loss']:.4f}"]
+            lines.append(f"| {' | '.join((part, ATTENTIONS[name].title, *cells))} |")
+            ran[f"{name}, {part}"] = ", ".join(dict.fromkeys(f"`{_kernel(kernel)}`" for kernel in r["kernels"]))
+            spread = max(spread, r["spread"])
+    model, asked = record["model"], record["options"]
+    text = (
+        f"Llama, {model['parameters'] / 1e9:.2f}B parameters: {model['num_hidden_layers']} layers, hidden "
+        f"{model['hidden_size']}, {model['num_attention_heads']} query heads over {model['num_key_value_heads']} kv "
+        f"heads of {model['head_dim']}, vocabulary {model['vocab_size']}, tied. bf16 parameters, fused AdamW; forward, "
+        f"loss, backward and optimizer; {asked['batch']} x {asked['seqlen']} tokens"
+    )
+    if "packed" in record["parts"]:
+        text += f", packed: the same number in one row of {len(record['documents'])} documents"
+    if "compiled" in record["parts"]:
+        text += "; compiled: `torch.compile` of the whole model"
+    differ = max(r["gradients_differ"] for found in record["parts"].values() for r in found.values())
+    n = next(iter(record["parts"]["eager"].values()))["n"]
+    lines += [
+        "",
+        f"{text}. Medians of {n} steps in {asked['rounds']} rounds with the peers; the rounds' own medians differ by "
+        f"at most {spread:.1%}. Gradients of the projections at the first step differ from sdpa's by at most "
+        f"{differ:.1%}. {_machine(record)}, transformers {record['machine']['transformers']}.",
+    ]
+    if any(ran.values()):
+        lines += ["", "Attention kernels that ran: " + "; ".join(f"{name}: {text}" for name, text in ran.items()) + "."]
     return "\n".join(lines)
 
 
@@ -168,10 +226,16 @@ _RANDOM = (
     "correctness_h200.json",
     "python -m fa2.bench.correctness --draws 2000 --out fa2/bench/results/correctness_h200.json",
 )
+_LLAMA = (
+    "llama_h200.json",
+    "python -m fa2.bench.llama --packed --compile --out fa2/bench/results/llama_h200.json",
+)
 TABLES: dict[str, tuple[str, str, Callable[[Record], str]]] = {
     "sweep": (*_BENCH, sweep_table),
     "packed": (*_BENCH, packed_table),
     "deterministic": (*_BENCH, deterministic_table),
+    "host": (*_BENCH, host_table),
+    "llama": (*_LLAMA, llama_table),
     "correctness": (*_RANDOM, correctness_table),
 }
 
