@@ -229,7 +229,7 @@ def plot(curves: Curves, limits: dict[str, float], path: Path) -> None:
         if name != base_name:
             difference = [a - b for a, b in zip(curve, base, strict=True)]
             middle.plot(steps, running_mean(difference, window), label=label, linewidth=1.2, **style)
-            below.semilogy(steps, [abs(x) for x in difference], label=label, linewidth=0.8, **style)
+            below.semilogy(steps, running_mean([abs(x) for x in difference], window), linewidth=1.2, **style)
     first = len(base) - last_steps(len(base)) + 1
     for start, key, steps_of in ((1, "drift", "all"), (first, "drift_end", "the last")):
         limit = limits[key]
@@ -237,11 +237,12 @@ def plot(curves: Curves, limits: dict[str, float], path: Path) -> None:
         middle.hlines([-limit, limit], start, len(base), label=f"limits of the mean over {steps_of} steps", **style)
     above.set_ylabel(f"training loss, nats per token\n(thick: mean of {window} steps)")
     middle.set_ylabel(f"difference from {base_name}\n(mean of {window} steps)")
-    below.set_ylabel(f"distance from {base_name}")
+    below.set_ylabel(f"distance from {base_name}\n(mean of {window} steps)")
     below.set_xlabel("step")
     for axis in axes:
-        axis.legend(fontsize=8)
         axis.grid(alpha=0.3)
+    above.legend(fontsize=8)
+    middle.legend(fontsize=8)
     figure.savefig(path, dpi=120)
     plt.close(figure)
 
