@@ -47,18 +47,50 @@ def packing_table() -> str:
     return "\n".join(lines)
 
 
-def attention_table() -> str:
-    record = _record("train/results/attention_h200.json")
+def losses_table(path: str, command: str) -> str:
+    """Of a record of train.compare_attention; what makes it, where there is none."""
+    if not (ROOT / path).is_file():
+        return f"No record yet: `{command} --output {path}` makes it."
+    from train.compare_attention import NOISE, families
+
+    record = _record(path)
     machine = record["machine"]
     first, *others = record["losses"]
-    lines = [f"| losses of | mean distance from `{first}`, nats | over the last tenth |", "| --- | --- | --- |"]
+    end = f"over the last {record['last_steps']} steps"
+    lines = [
+        f"| losses of | mean distance from `{first}`, nats | {end} | mean difference | {end} |",
+        "| --- | --- | --- | --- | --- |",
+    ]
     for name in others:
         row = record["distance_from_first"][name]
-        label = "the same backend, initial weights larger by one bf16 epsilon" if name == "noise" else f"`{name}`"
-        lines.append(f"| {label} | {row['mean']:.3f} | {row['end']:.3f} |")
+        label = "the same backend, initial weights larger by one bf16 epsilon" if name == NOISE else f"`{name}`"
+        if served := families(record["kernels"].get(name, [])):
+            label += f" ({', '.join(f'{part} {family}' for part, family in sorted(served.items(), reverse=True))})"
+        lines.append(
+            f"| {label} | {row['mean']:.4f} | {row['end']:.4f} | {row['drift']:+.4f} | {row['drift_end']:+.4f} |"
+        )
+    limits = record["limits"]
+    lines.append(
+        f"| a drift: {limits['factor']:g} times the last row's distance, or more | | "
+        f"| ±{limits['drift']:.4f} | ±{limits['drift_end']:.4f} |"
+    )
     steps = len(record["losses"][first])
-    lines += ["", f"{steps} steps, bf16, {machine['gpu']}, torch {machine['torch']}: `{record['command']}`."]
+    drifting = ", ".join(f"`{name}`" for name in record["drifting"]) or "none"
+    lines += [
+        "",
+        f"Drifting: {drifting}. {record['n_params'] / 1e6:.0f} million parameters, {steps} steps of "
+        f"{record['tokens_per_step']:,} tokens, bf16, {machine['gpu']}, torch {machine['torch']}: "
+        f"`{record['command']}`; [the curves]({path.replace('.json', '.png')}).",
+    ]
     return "\n".join(lines)
+
+
+def attention_table() -> str:
+    return losses_table(*ATTENTION)
+
+
+def attention_125m_table() -> str:
+    return losses_table(*ATTENTION_125M)
 
 
 def reproduce_table() -> str:
@@ -87,12 +119,26 @@ def a100_table() -> str:
     return tables.a100_expectation()
 
 
+# A record of train.compare_attention, and the command that makes it.
+ATTENTION = (
+    "train/results/attention_h200.json",
+    "python -m train.compare_attention --backends reference,fa2,torch model.n_layer=4 model.d_model=512 "
+    "model.nheads_q=4 model.max_positions=2048 batch.context=2048 batch.micro_batch_tokens=8192 "
+    "batch.global_batch_tokens=8192 optim.lr=6e-4 optim.warmup_steps=100 trainer.max_steps=200 trainer.compile=false",
+)
+ATTENTION_125M = (
+    "train/results/attention_125m_h200.json",
+    "python -m train.compare_attention --backends torch,fa2,fa2:sm80 experiment=gpt3_125m data=stdlib tokenizer=train "
+    "tokenizer.vocab_size=50257 batch.micro_batch_tokens=8192 batch.global_batch_tokens=8192 optim.warmup_steps=100 "
+    "trainer.max_steps=500",
+)
 REPRODUCED = "train/results/reproduce_h200/reproduce.json"
 TABLES: dict[str, Callable[[], str]] = {
     "packing": packing_table,
     "reproduce": reproduce_table,
     "a100": a100_table,
     "attention": attention_table,
+    "attention_125m": attention_125m_table,
 }
 
 
