@@ -76,14 +76,15 @@ def sweep_table(record: Record) -> str:
     ceiling = statistics.mean(record["matmul_tflops"])
     rows = [row for row in record["rows"] if row["suite"] == "paper"]
     peers = _measured(rows, {"sdpa_flash": "SDPA flash", "sdpa_cudnn": "SDPA cuDNN", "eager": "eager"})
-    ours = ("fa2 forward (over SDPA cuDNN)", "% of the matmul", "sm80 kernels, forward (over SDPA flash)", "backward")
-    lines = _header("headdim, mask", "seqlen", *ours, *peers.values())
+    newest = ("fa2 forward (over SDPA cuDNN)", "backward", "both, % of the matmul")
+    sm80 = ("sm80 kernels, forward (over SDPA flash)", "backward")
+    lines = _header("headdim, mask", "seqlen", *newest, *sm80, *peers.values())
     for row in sorted(rows, key=lambda r: (r["headdim"], r["causal"], r["seqlen"])):
         cells = [
             f"{row['headdim']} {'causal' if row['causal'] else 'full'}",
             str(row["seqlen"]),
-            _pair(row, "forward", "fa2", "sdpa_cudnn"),
-            f"{row['forward']['fa2']['tflops'] / ceiling:.0%}",
+            *(_pair(row, part, "fa2", "sdpa_cudnn") for part in ("forward", "backward")),
+            "/".join(f"{row[part]['fa2']['tflops'] / ceiling:.0%}" for part in ("forward", "backward")),
             *(_pair(row, part, _sm80(row), "sdpa_flash") for part in ("forward", "backward")),
             *_rates(row, peers),
         ]
@@ -95,7 +96,7 @@ def sweep_table(record: Record) -> str:
         "",
         f"TFLOP/s, 16k tokens, hidden 2048, bf16, medians of {first['n']} runs in rounds with the peers; the rounds' "
         f"own medians differ by at most {spread:.0%}."
-        f"{_mean(record, 'fa2', 'paper/sdpa_cudnn', ['forward'])}"
+        f"{_mean(record, 'fa2', 'paper/sdpa_cudnn', ['forward', 'backward'])}"
         f"{_mean(record, 'sm80 kernels', key, ['forward', 'backward'])} Sequences of 1k to 16k count. Matmul 8192³, "
         f"sustained: {ceiling:.0f}. {_machine(record)}.",
         "",
@@ -108,13 +109,12 @@ def packed_table(record: Record) -> str:
     """Packed documents and grouped queries."""
     rows = [row for row in record["rows"] if row["suite"] == "packed"]
     peers = _measured(rows, {"varlen_attn": "varlen_attn", "flex": "FlexAttention"})
-    ours = ("fa2 forward (over varlen_attn)", "sm80 kernels, forward", "backward")
+    ours = ("fa2 forward (over varlen_attn)", "backward", "sm80 kernels, forward", "backward")
     lines = _header("documents", *ours, *peers.values())
     for row in rows:
         cells = [
             row["case"],
-            _pair(row, "forward", "fa2", "varlen_attn"),
-            *(_pair(row, part, _sm80(row), "varlen_attn") for part in ("forward", "backward")),
+            *(_pair(row, part, ours, "varlen_attn") for ours in ("fa2", _sm80(row)) for part in ("forward", "backward")),
             *_rates(row, peers),
         ]
         lines.append(f"| {' | '.join(cells)} |")
@@ -122,20 +122,21 @@ def packed_table(record: Record) -> str:
     lines += [
         "",
         "TFLOP/s over the true lengths, causal, 16 heads of 128, 32k tokens."
-        f"{_mean(record, 'fa2', 'packed/varlen_attn', ['forward'])}"
+        f"{_mean(record, 'fa2', 'packed/varlen_attn', ['forward', 'backward'])}"
         f"{_mean(record, 'sm80 kernels', key, ['forward', 'backward'])}",
     ]
     grouped = [row for row in record["rows"] if row["suite"] == "gqa"]
     if grouped:
         text = "; ".join(
-            f"{row['seqlen']}: {_pair(row, 'forward', 'fa2', 'sdpa_cudnn')}, "
+            f"{row['seqlen']}: {_pair(row, 'forward', 'fa2', 'sdpa_cudnn')} and "
+            f"{_pair(row, 'backward', 'fa2', 'sdpa_cudnn')}, "
             f"{_pair(row, 'forward', _sm80(row), 'sdpa_flash')} and {_pair(row, 'backward', _sm80(row), 'sdpa_flash')}"
             for row in grouped
         )
         lines += [
             "",
-            "64 query heads over 8 kv heads of 128, causal: fa2's forward over SDPA cuDNN, the sm80 kernels' forward "
-            f"and backward over SDPA flash: {text}.",
+            "64 query heads over 8 kv heads of 128, causal: fa2's forward and backward over SDPA cuDNN, the sm80 "
+            f"kernels' over SDPA flash: {text}.",
         ]
     return "\n".join(lines)
 

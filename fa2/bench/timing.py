@@ -41,7 +41,8 @@ class Stopwatch:
         return [start.elapsed_time(end) for start, end in events]
 
     def interleaved(self, calls: Mapping[str, Call], rounds: int, runs: Mapping[str, int]) -> dict[str, dict[str, Any]]:
-        """Every call in each round, `runs` times in all: median ms, spread and n.
+        """Every call in each round, `runs` times in all: median ms, spread and n. Each round begins with another call:
+        who runs behind a call that heats the GPU is slower.
 
         The spread is the difference between the rounds' own medians, over the median: what a single reading may be off.
         """
@@ -49,9 +50,11 @@ class Stopwatch:
             call()
             call()
         by_round: dict[str, list[list[float]]] = {name: [] for name in calls}
-        for _ in range(rounds):
-            for name, call in calls.items():
-                by_round[name].append(self.times(call, -(-runs[name] // rounds)))
+        names = list(calls)
+        for i in range(rounds):
+            first = i * len(names) // rounds
+            for name in names[first:] + names[:first]:
+                by_round[name].append(self.times(calls[name], -(-runs[name] // rounds)))
         result = {}
         for name, readings in by_round.items():
             median = statistics.median(t for times in readings for t in times)
