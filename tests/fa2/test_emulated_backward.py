@@ -1,5 +1,5 @@
-"""The Hopper backward and the forward's short tiles without a GPU: in the emulator of `emulation/`, against float64 and
-bit by bit against themselves; and faults put into them are found. The cases are those that break attention kernels.
+"""The Hopper backward without a GPU: in the emulator of `emulation/`, against float64 and bit by bit against itself; and
+faults put into it are found. The cases are those that break attention kernels.
 """
 
 from __future__ import annotations
@@ -366,47 +366,6 @@ def test_strided_inputs_and_packed_gradients(native, dtype, varlen, monkeypatch)
     copied = Problem(q, k, v, one.expand_as(p.q).contiguous(), causal=True, **options)
     for x, y in zip(*(run(kernel, z, forward, deterministic=True) for z in (expanded, copied)), strict=True):
         assert same_bits(x, y)
-
-
-# --- the forward's short tiles
-
-SHORT = {
-    "sm90/launch_fwd.cuh": [
-        (
-            "return launch_fwd_tiles<Element<kDType>, FwdConfig<kHeadDim>>(p, stream);",
-            "return launch_fwd_tiles<Element<kDType>, FwdShortConfig<kHeadDim>>(p, stream);",
-        )
-    ]
-}
-
-
-def check_short_tiles(dtype: torch.dtype, orders: Sequence[tuple[str, int]]) -> None:
-    ordinary = build("fwd", 128, dtype)
-    short = build("fwd", 128, dtype, SHORT)
-    problems = [
-        problem((2, 200), (2, 200), 128, dtype, causal=True),
-        problem((1, 130), (1, 300), 120, dtype),
-        problem((1, 150), (1, 60), 128, dtype, causal=True, heads=(2, 2)),
-        problem([100, 0, 1, 64, 0, 65], [100, 5, 0, 257, 9, 65], 128, dtype, causal=True, tails=(70, 33)),
-        problem([128, 30, 252], [129, 30, 252], 128, dtype, heads=(3, 3), tails=(1, 0)),
-        problem([250, 17], [250, 17], 128, dtype, window=(64, 17)),
-    ]
-    for i, p in enumerate(problems):
-        wanted = emulation.run(p, ordinary)
-        for policy, seed in orders:
-            got = emulation.run(p, short, policy=policy, seed=seed, multiprocessors=1 + (i + seed) % 3)
-            assert all(same_bits(x, y) for x, y in zip(got, wanted, strict=True)), (str(p), policy, seed)
-
-
-def test_short_forward_tiles():
-    """The bits of the ordinary tiles."""
-    check_short_tiles(BF16, ORDERS[1:3])
-
-
-@pytest.mark.thorough
-def test_short_forward_tiles_in_more_orders():
-    for dtype in (BF16, FP16):
-        check_short_tiles(dtype, [(policy, seed) for policy in ("early", "late", "random") for seed in range(4)])
 
 
 # --- faults are found
