@@ -2,7 +2,8 @@
 
 One model, one batch, one optimizer; between steps only `attn_implementation` changes. Random weights, nothing is
 downloaded. Method: `timing.py`. Before anything is timed, each attention's first step must give sdpa's loss and
-gradients, and the profiler must see the kernels that belong to it.
+gradients, and the profiler must see the kernels that belong to it. A peer that cannot run is left out, and what stops
+the run is named, both in the record.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import json
 import re
 import sys
 import time
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -69,6 +71,7 @@ PARTS = {
     "packed": ("sdpa", "fa2"),  # the flash backend takes no mask, and sdpa's documents are one
     "compiled": ("sdpa", "sdpa_flash", "fa2"),
 }
+MUST_RUN = ("sdpa", "fa2")  # what the others are compared with, and what is measured
 # Inductor names its own kernels after all that is fused into them, attention's neighbours too.
 _ATTENTION_KERNEL = re.compile(r"^(?!triton_).*(fa2::|flash|fmha|attention|sdpa|cudnn)", re.IGNORECASE)
 LOSS_TOLERANCE = 1e-3  # relative; bf16's noise is some 1e-5
@@ -141,24 +144,32 @@ class Bench:
         if default != ATTENTIONS["sdpa"].implementation:
             raise Differs(f"transformers' default attention must be sdpa, got {default}")
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
-        self.forwards = dict.fromkeys(args.parts, self.model)
         full = full_batch(args.batch, args.seqlen, config.vocab_size, self.device)
         self.batches = dict.fromkeys(args.parts, full)
         self.lengths: Sequence[int] = ()
         if "packed" in args.parts:
             self.lengths = next(c for c in cases.packed(args.batch * args.seqlen) if "log-normal" in c.name).lengths
             self.batches["packed"] = packed_batch(self.lengths, config.vocab_size, self.device)
-        if "compiled" in args.parts:
-            torch.compiler.config.force_disable_caches = True  # their keys leave out the backend of sdpa
-            self.forwards["compiled"] = torch.compile(self.model)
         self.initial = [x.detach().to("cpu", copy=True) for x in self.model.parameters()]
         self.found: dict[str, dict[str, dict[str, Any]]] = {part: {} for part in args.parts}
+        self.left_out: list[str] = []
+        self.error: str | None = None  # what stopped the run
+
+    def compile(self) -> None:
+        """Each layer, from here on; the layers share one graph for each attention.
+
+        Not the whole model: transformers makes its masks before the first layer, and where that is traced it cannot
+        look whether documents are packed. sdpa then gets a mask in place of is_causal, and no flash kernel takes one.
+        """
+        torch.compiler.config.force_disable_caches = True  # their keys leave out the backend of sdpa
+        for layer in self.model.model.layers:
+            layer.compile(fullgraph=True, dynamic=False)
 
     def forward_backward(self, part: str, attention: str) -> Tensor:
         """The loss; the gradients stay in the parameters."""
         self.model.set_attn_implementation(ATTENTIONS[attention].implementation)
         self.optimizer.zero_grad(set_to_none=True)
-        loss = self.forwards[part](**self.batches[part]).loss
+        loss = self.model(**self.batches[part]).loss
         loss.backward()
         return loss.detach()
 
@@ -183,7 +194,14 @@ class Bench:
         want: dict[str, Tensor] = {}
         for name in PARTS[part]:
             begun = time.monotonic()
-            loss = float(self.forward_backward(part, name))
+            try:
+                loss = float(self.forward_backward(part, name))
+            except Exception as error:
+                if name in MUST_RUN:
+                    raise
+                self.left_out.append(f"{part}: {name}: {_first_line(error)}")
+                print(f"{part:<9} {name:<11} is left out: {_first_line(error)}", flush=True)
+                continue
             seconds, got = time.monotonic() - begun, self.gradients()
             want = want or got
             difference = max(float((got[p] - want[p]).norm() / want[p].norm()) for p in PROJECTIONS)
@@ -217,7 +235,7 @@ class Bench:
         return torch.cuda.max_memory_allocated() / 1e9
 
     def measure(self, part: str) -> None:
-        names = PARTS[part]
+        names = tuple(self.found[part])
         self.step(part, names[0])  # makes the optimizer's state, which every peak is to hold
         for name in names:
             self.found[part][name]["peak_gb"] = round(self.peak(part, name), 2)
@@ -238,9 +256,17 @@ class Bench:
         parameters = sum(x.numel() for x in self.model.parameters())
         print(f"{facts['device']}, torch {torch.__version__}, transformers {transformers.__version__}")
         print(f"Llama, {parameters / 1e9:.2f}B parameters, bf16, {self.args.batch} x {self.args.seqlen} tokens a step")
-        for part in self.args.parts:
-            self.check(part)
-            self.measure(part)
+        try:
+            for part in self.args.parts:
+                if part == "compiled":
+                    self.compile()
+                self.check(part)
+                self.measure(part)
+        except Differs as error:
+            self.error = str(error)
+        except Exception as error:  # its traceback now; the record is for what has been measured before it
+            traceback.print_exc()
+            self.error = f"{part}: {_first_line(error)}"
         facts["after"] = machine.gpu_state()
         names = ("model", "batch", "seqlen", "rounds", "runs", "parts")
         layers = len(self.model.model.layers)
@@ -250,6 +276,8 @@ class Bench:
             "model": {"parameters": parameters, **MODELS[self.args.model], "num_hidden_layers": layers},
             "documents": list(self.lengths),
             "parts": _rounded(self.found),
+            "left_out": self.left_out,
+            "error": self.error,
             "seconds": round(time.monotonic() - self.started, 1),
         }
 
@@ -269,6 +297,10 @@ def attention_kernels(name: str, ran: Sequence[str]) -> list[str]:
     if foreign := [kernel for kernel in found if not re.search(attention.only, kernel)]:
         raise Differs(f"every attention kernel of {name} must match {attention.only!r}, got {', '.join(foreign)[:600]}")
     return found
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0][:160]}"
 
 
 def _rounded(x: Any) -> Any:
@@ -328,6 +360,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
+    if record["error"]:
+        print(f"fa2: {record['error']}", file=sys.stderr)
+        return 1
     return 0
 
 

@@ -176,7 +176,10 @@ def llama_table(record: Record) -> str:
     lines = _header("step", "attention", "ms", "tokens/s", "fa2's speed over it", "peak memory, GB", "first loss")
     ran: dict[str, str] = {}
     spread = 0.0
-    for part, found in record["parts"].items():
+    measured = {
+        part: found for part, found in record["parts"].items() if all("speed_over" in r for r in found.values())
+    }
+    for part, found in measured.items():
         for name, r in found.items():
             over = found["fa2"]["speed_over"].get(name)
             cells = [f"{r['ms']:.1f}", f"{r['tokens_per_s']:.0f}", f"{over:.3f}" if over else "–"]
@@ -194,15 +197,20 @@ def llama_table(record: Record) -> str:
     if "packed" in record["parts"]:
         text += f", packed: the same number in one row of {len(record['documents'])} documents"
     if "compiled" in record["parts"]:
-        text += "; compiled: `torch.compile` of the whole model"
-    differ = max(r["gradients_differ"] for found in record["parts"].values() for r in found.values())
-    n = next(iter(record["parts"]["eager"].values()))["n"]
+        text += "; compiled: `torch.compile` of each layer"
+    readings = [r for found in measured.values() for r in found.values()]
+    differ = max((r["gradients_differ"] for r in readings), default=0.0)
+    n = max((r["n"] for r in readings), default=0)
     lines += [
         "",
         f"{text}. Medians of {n} steps in {asked['rounds']} rounds with the peers; the rounds' own medians differ by "
         f"at most {spread:.1%}. Gradients of the projections at the first step differ from sdpa's by at most "
         f"{differ:.1%}. {_machine(record)}, transformers {record['machine']['transformers']}.",
     ]
+    for line in record["left_out"]:
+        lines += ["", f"Left out: {line}."]
+    if record["error"]:
+        lines += ["", f"The run stopped: {record['error']}."]
     if any(ran.values()):
         lines += ["", "Attention kernels that ran: " + "; ".join(f"{name}: {text}" for name, text in ran.items()) + "."]
     return "\n".join(lines)

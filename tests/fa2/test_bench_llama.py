@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend
 
 pytest.importorskip("transformers")
 
@@ -29,6 +31,7 @@ def test_record(record):
         "eager": ("sdpa", "sdpa_flash", "fa2"),
         "packed": ("sdpa", "fa2"),
     }
+    assert (record["left_out"], record["error"]) == ([], None)
     assert record["model"]["num_hidden_layers"] == 1
     assert sum(record["documents"]) == 128
     for found in record["parts"].values():
@@ -53,6 +56,70 @@ def test_table(record, tmp_path):
     assert re.search(rf"\| eager \| sdpa, flash forced \| [\d.]+ \| \d+ \| {ratio:.3f} \|", made)
     assert len(re.findall(r"^\| (?:eager|packed) \|", made, re.MULTILINE)) == 5
     assert "fa2, eager: `fa2::sm90::attention_fwd`" in made
+
+
+@pytest.fixture
+def sdpa_calls(monkeypatch):
+    """--compile without inductor: keyword arguments of the calls of sdpa in the graphs that are made."""
+    seen = []
+
+    def backend(graph, inputs):
+        sdpa = torch.nn.functional.scaled_dot_product_attention
+        seen.extend(node.kwargs for node in graph.graph.nodes if node.target is sdpa)
+        return graph.forward
+
+    compile_module = torch.nn.Module.compile
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **kw: compile_module(self, backend=backend, **kw))
+    torch._dynamo.reset()
+    with torch.compiler.config.patch(force_disable_caches=False):  # the bench sets it, for its whole process
+        yield seen
+    torch._dynamo.reset()
+
+
+def test_compiled_sdpa_has_no_mask(sdpa_calls, tmp_path):
+    """So that its flash kernels can run: the CPU's take a mask, the GPU's do not."""
+    path = tmp_path / "llama.json"
+    assert llama.main([*TINY.split(), "--layers", "2", "--compile", "--out", str(path)]) == 0
+    made = json.loads(path.read_text())
+    assert set(made["parts"]["compiled"]) == {"sdpa", "sdpa_flash", "fa2"}
+    assert made["left_out"] == []
+    assert [(call["attn_mask"], call["is_causal"]) for call in sdpa_calls[:2]] == [(None, True)] * 2
+
+
+def test_a_peer_that_cannot_run_is_left_out(sdpa_calls, monkeypatch, tmp_path, capsys):
+    no_cpu_kernel = SimpleNamespace(FLASH_ATTENTION=SDPBackend.EFFICIENT_ATTENTION)
+    monkeypatch.setattr(llama, "SDPBackend", no_cpu_kernel)
+    path = tmp_path / "results" / "llama_h200.json"
+    assert llama.main([*TINY.split(), "--compile", "--out", str(path)]) == 0
+    made = json.loads(path.read_text())
+    assert set(made["parts"]["eager"]) == set(made["parts"]["compiled"]) == {"sdpa", "fa2"}
+    assert made["error"] is None
+    assert [line.split(": ")[:2] for line in made["left_out"]] == [["eager", "sdpa_flash"], ["compiled", "sdpa_flash"]]
+    assert "compiled  sdpa_flash  is left out: " in capsys.readouterr().out
+    table = readme.llama_table(made)
+    assert "Left out: compiled: sdpa_flash: " in table
+    assert len(re.findall(r"^\| (?:eager|packed|compiled) \|", table, re.MULTILINE)) == 6
+
+
+def test_what_was_measured_before_a_failure_is_recorded(sdpa_calls, monkeypatch, tmp_path, capsys):
+    right = hook.flash_attn_func
+
+    def attend(*args, **kwargs):
+        if torch.compiler.is_compiling():
+            raise RuntimeError("out of luck")
+        return right(*args, **kwargs)
+
+    monkeypatch.setattr(hook, "flash_attn_func", attend)
+    path = tmp_path / "results" / "llama_h200.json"
+    assert llama.main([*TINY.split(), "--compile", "--out", str(path)]) == 1
+    made = json.loads(path.read_text())
+    assert made["error"].startswith("compiled: ")
+    assert f"\nfa2: {made['error']}\n" in capsys.readouterr().err
+    assert made["parts"]["eager"]["fa2"]["ms"] > 0
+    assert "fa2" not in made["parts"]["compiled"]
+    table = readme.llama_table(made)
+    assert f"The run stopped: {made['error']}." in table
+    assert len(re.findall(r"^\| (?:eager|packed|compiled) \|", table, re.MULTILINE)) == 5
 
 
 def test_the_commands_of_the_readme_parse(monkeypatch):
@@ -142,6 +209,7 @@ def test_on_a_gpu_each_attention_runs_its_kernels(tmp_path):
     words = "--model tiny --batch 2 --seqlen 512 --rounds 1 --runs 2 --packed --compile"
     assert llama.main([*words.split(), "--out", str(path)]) == 0
     made = json.loads(path.read_text())
+    assert made["left_out"] == []
     for part, found in made["parts"].items():
         for name, reading in found.items():
             assert reading["kernels"], f"{part}, {name}"

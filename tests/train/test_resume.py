@@ -197,6 +197,15 @@ def test_a_run_with_weight_copies_goes_on_bit_identically(base: RunConfig) -> No
     assert rows_of(fit(replace(config, resume="auto")).run_dir) == expected
 
 
+def test_a_compiled_run_goes_on_bit_identically(base: RunConfig) -> None:
+    """Though it compiles, in its first step, with the random state of the checkpoint; and draws dropout in graphs."""
+    trainer = replace(base.trainer, compile=True, max_steps=10)
+    expected = rows_of(fit(named(base, "compiled", trainer=trainer)).run_dir)
+    config = named(base, "compiled_crash", trainer=trainer)
+    crashed(config, 6)
+    assert rows_of(fit(replace(config, resume="auto")).run_dir) == expected
+
+
 def test_kill_9_loses_at_most_one_interval(base: RunConfig, whole: list[dict[str, float]]) -> None:
     config = named(base, "killed")
     child = start_child(config)
