@@ -25,7 +25,9 @@ import fa2
 from fa2.bench import cases, machine, peers, timing
 from fa2.bench.cases import Case
 from fa2.bench.plot import plot
+from fa2.bench.record import first_line, rounded
 
+DIGITS = 4  # of a reading in the record
 PARTS = {"forward": "forward", "backward": "backward", "backward_autograd": "backward", "both": "both"}
 SUITES = {
     "packed": ("fa2", "fa2_sm80", "varlen_attn", "flex", "flash_attn", "flash_attn_3"),
@@ -76,7 +78,7 @@ class Bench:
             except Exception as error:
                 if name == "fa2":
                     raise
-                self.drop(case.suite, name, f"{type(error).__name__}: {str(error).splitlines()[0][:160]}")
+                self.drop(case.suite, name, first_line(error))
                 continue
             key = f"{case.suite}/{name}"
             if self.watch.on_gpu and key not in self.kernels:
@@ -190,9 +192,9 @@ class Bench:
                 else:
                     self.left_out.append(f"{name}: {case.name}: out of time")
         ceiling.append(timing.matmul_ceiling(self.device, *self.args.matmul))
-        record["matmul_tflops"] = _rounded(ceiling)
+        record["matmul_tflops"] = rounded(ceiling, DIGITS)
         record["machine"]["after"] = machine.gpu_state()
-        record |= {"kernels": self.kernels, "left_out": self.left_out, "rows": _rounded(self.rows)}
+        record |= {"kernels": self.kernels, "left_out": self.left_out, "rows": rounded(self.rows, DIGITS)}
         record["geometric_means"] = geometric_means(record["rows"])
         record["seconds"] = round(time.monotonic() - self.started, 1)
         return record
@@ -201,15 +203,6 @@ class Bench:
 def _options(args: argparse.Namespace) -> dict[str, Any]:
     names = ("suite", "headdim", "mask", "seqlen", "peers", "parts", "rounds", "runs", "tokens")
     return {name: getattr(args, name) for name in names}
-
-
-def _rounded(x: Any) -> Any:
-    """Four significant digits: a record that can be read."""
-    if isinstance(x, float):
-        return float(f"{x:.4g}")
-    if isinstance(x, dict):
-        return {k: _rounded(v) for k, v in x.items()}
-    return [_rounded(v) for v in x] if isinstance(x, list) else x
 
 
 def _row_text(row: dict[str, Any]) -> str:

@@ -255,10 +255,9 @@ def draw(rng: random.Random, device: torch.device | str, tokens: int = 1600) -> 
 
 
 def differential(
-    draws: int, seed: int, device: str, seconds: float = math.inf, sizes: Sequence[str] | None = None
+    draws: int, seed: int, device: str, seconds: float = math.inf, sizes: Sequence[str] = tuple(TILES)
 ) -> dict[str, Any]:
     """Run `draws` random problems, the `sizes` of TILES in turn; the worst ratios, and every failure in words."""
-    sizes = list(TILES) if sizes is None else sizes
     rng = random.Random(seed)
     worst = dict.fromkeys(NAMES, 0.0)
     worst_at: dict[str, str] = {}
@@ -294,7 +293,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--draws", type=int, default=2000, help="how many problems (default %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--kernels", help=f"which, in turn (default {','.join(TILES)})")
+    parser.add_argument("--kernels", default=",".join(TILES), help="which, in turn (default %(default)s)")
     parser.add_argument("--seconds", type=float, default=math.inf, help="stop after this long")
     parser.add_argument("--device", default="cuda", help="cpu checks the CPU kernels (default %(default)s)")
     parser.add_argument("--out", type=Path, help="write the record here, JSON")
@@ -302,7 +301,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.device == "cuda" and not torch.cuda.is_available():
         print("fa2: --device must be cpu where torch sees no CUDA device, got cuda", file=sys.stderr)
         return 2
-    sizes = args.kernels.split(",") if args.kernels else list(TILES)
+    sizes = args.kernels.split(",")
     if unknown := [size for size in sizes if size not in TILES]:
         print(f"fa2: --kernels must be of {', '.join(TILES)}, got {', '.join(unknown)}", file=sys.stderr)
         return 2

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fa2.bench import cases, machine, timing
+from fa2.bench.record import first_line, rounded
 from fa2.integrations import register_with_transformers
 
 # LlamaConfig's fields. 1b: Llama 3.2's, 1.24B parameters.
@@ -74,6 +75,7 @@ PARTS = {
 MUST_RUN = ("sdpa", "fa2")  # what the others are compared with, and what is measured
 # Inductor names its own kernels after all that is fused into them, attention's neighbours too.
 _ATTENTION_KERNEL = re.compile(r"^(?!triton_).*(fa2::|flash|fmha|attention|sdpa|cudnn)", re.IGNORECASE)
+DIGITS = 6  # in the record: a loss keeps what the comparison saw
 LOSS_TOLERANCE = 1e-3  # relative; bf16's noise is some 1e-5
 # Relative, in norm. bf16's noise is 0.02 here; no causal mask makes 1.3, a softmax_scale 1.25 times too large 0.27.
 GRADIENT_TOLERANCE = 0.1
@@ -199,8 +201,8 @@ class Bench:
             except Exception as error:
                 if name in MUST_RUN:
                     raise
-                self.left_out.append(f"{part}: {name}: {_first_line(error)}")
-                print(f"{part:<9} {name:<11} is left out: {_first_line(error)}", flush=True)
+                self.left_out.append(f"{part}: {name}: {first_line(error)}")
+                print(f"{part:<9} {name:<11} is left out: {first_line(error)}", flush=True)
                 continue
             seconds, got = time.monotonic() - begun, self.gradients()
             want = want or got
@@ -266,7 +268,7 @@ class Bench:
             self.error = str(error)
         except Exception as error:  # its traceback now; the record is for what has been measured before it
             traceback.print_exc()
-            self.error = f"{part}: {_first_line(error)}"
+            self.error = f"{part}: {first_line(error)}"
         facts["after"] = machine.gpu_state()
         names = ("model", "batch", "seqlen", "rounds", "runs", "parts")
         layers = len(self.model.model.layers)
@@ -275,7 +277,7 @@ class Bench:
             "options": {name: getattr(self.args, name) for name in names},
             "model": {"parameters": parameters, **MODELS[self.args.model], "num_hidden_layers": layers},
             "documents": list(self.lengths),
-            "parts": _rounded(self.found),
+            "parts": rounded(self.found, DIGITS),
             "left_out": self.left_out,
             "error": self.error,
             "seconds": round(time.monotonic() - self.started, 1),
@@ -297,19 +299,6 @@ def attention_kernels(name: str, ran: Sequence[str]) -> list[str]:
     if foreign := [kernel for kernel in found if not re.search(attention.only, kernel)]:
         raise Differs(f"every attention kernel of {name} must match {attention.only!r}, got {', '.join(foreign)[:600]}")
     return found
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0][:160]}"
-
-
-def _rounded(x: Any) -> Any:
-    """Six significant digits: a loss keeps what the comparison saw."""
-    if isinstance(x, float):
-        return float(f"{x:.6g}")
-    if isinstance(x, dict):
-        return {k: _rounded(v) for k, v in x.items()}
-    return x
 
 
 def row_text(part: str, name: str, reading: dict[str, Any]) -> str:
