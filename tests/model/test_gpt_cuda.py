@@ -15,6 +15,7 @@ from model.config import GPTConfig, Mlp, Norm, Position
 from model.gpt import GPT
 from model.linear import WeightCopies
 from model.memory import memory_estimate
+from tests.model.accumulate import accumulate
 
 pytestmark = pytest.mark.gpu
 
@@ -99,13 +100,8 @@ def test_every_part_compiled_equals_the_eager_reference(config: GPTConfig, copie
     micro_batches = [batch((500, 1, 37, 512, 300, 129, 513 - 1)), batch((512, 512, 512, 512))]
 
     def accumulated(model: GPT) -> tuple[Tensor, dict[str, Tensor]]:
-        losses = []
-        for inputs in micro_batches:
-            with torch.autocast("cuda", torch.bfloat16):
-                loss = model.loss(*inputs)
-            loss.backward()
-            losses.append(loss.detach())
-        return torch.stack(losses).sum(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        losses, gradients = accumulate(model, micro_batches, "cuda")
+        return torch.stack(losses).sum(), gradients
 
     expected = accumulated(build(config, reference_attention))
     model = build(config, backend)

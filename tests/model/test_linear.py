@@ -10,6 +10,7 @@ from model.attention import reference_attention
 from model.config import GPTConfig, Position
 from model.gpt import GPT
 from model.linear import Linear, WeightCopies, add_product
+from tests.model.accumulate import accumulate
 
 CONFIG = GPTConfig(
     vocab_size=61, vocab_multiple=16, max_positions=32, n_layer=2, d_model=24, nheads_q=3, position=Position.learned
@@ -31,16 +32,6 @@ def batch(seed: int, lengths: tuple[int, ...] = (9, 7)) -> Batch:
     return ids[:-1], ids[1:], positions, cu_seqlens, 16
 
 
-def accumulate(model: GPT, batches: list[Batch]) -> tuple[list[Tensor], dict[str, Tensor]]:
-    losses = []
-    for inputs in batches:
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = model.loss(*inputs)
-        loss.backward()
-        losses.append(loss.detach())
-    return losses, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
 def test_add_product_is_unrounded_and_in_place() -> None:
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(5, 8, generator=generator).bfloat16() for _ in range(2))
@@ -55,10 +46,10 @@ def test_add_product_is_unrounded_and_in_place() -> None:
 def test_losses_are_autocasts_bit_for_bit_and_gradients_are_closer_to_exact() -> None:
     plain, copied, exact = build(), build(), build().double()
     batches = [batch(s) for s in range(3)]
-    losses, rounded = accumulate(plain, batches)
+    losses, rounded = accumulate(plain, batches, "cpu")
     copies = WeightCopies(copied, torch.bfloat16)
     buffers = {name: p.grad for name, p in copied.named_parameters()}
-    copied_losses, unrounded = accumulate(copied, batches)
+    copied_losses, unrounded = accumulate(copied, batches, "cpu")
     assert all(torch.equal(a, b) for a, b in zip(losses, copied_losses, strict=True))
     assert rounded.keys() == unrounded.keys()
     for inputs in batches:
@@ -88,10 +79,10 @@ def test_copies_follow_the_parameters_and_are_no_part_of_the_model() -> None:
     assert not list(model.buffers())
     copies.release()
     assert all(p.grad is None for p in model.parameters())
-    expected = accumulate(build(), [batch(0)])[0]
+    expected = accumulate(build(), [batch(0)], "cpu")[0]
     with torch.no_grad():
         model.blocks[0].mlp.up.weight.div_(2)
-    assert torch.equal(accumulate(model, [batch(0)])[0][0], expected[0])
+    assert torch.equal(accumulate(model, [batch(0)], "cpu")[0][0], expected[0])
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -102,12 +93,12 @@ def test_compiled_blocks_add_into_the_buffers_without_a_break_or_a_second_compil
     model.activation_checkpointing = checkpointing
     copies = WeightCopies(model, torch.bfloat16)
     batches = [batch(0), batch(1, (3, 5, 4, 4)), batch(2, (16,))]
-    losses, expected = accumulate(model, batches)
+    losses, expected = accumulate(model, batches, "cpu")
     copies.zero_gradients()
     counter = CompileCounterWithBackend("aot_eager")
     torch._dynamo.reset()
     model.compile(backend=counter)
-    compiled_losses, compiled = accumulate(model, batches)
+    compiled_losses, compiled = accumulate(model, batches, "cpu")
     assert counter.frame_count == 4, "embedding, one graph for all blocks, final norm, softmax"
     torch.testing.assert_close(compiled_losses, losses, rtol=1e-3, atol=0)
     for name, gradient in compiled.items():

@@ -102,7 +102,8 @@ def test_a_resumed_run_stays_on_the_curve(config: RunConfig, compiled: bool) -> 
     assert resumed.losses.keys() == whole.losses.keys()
     apart = {step: abs(loss / whole.losses[step] - 1) for step, loss in resumed.losses.items()}
     before, after = (max(x for step, x in apart.items() if (step > 10) == late) for late in (False, True))
-    assert max(apart.values()) <= 2e-2, f"up to the checkpoint {before:.2e}, after it {after:.2e} apart: {apart}"
+    text = f"up to the checkpoint {before:.2e}, after it {after:.2e} apart: {apart}"
+    assert all(x <= 2e-2 for x in apart.values()), text  # a NaN is none of them, and max() could pass over it
     tokens = [[row["tokens"] for row in read_metrics(run.metrics)] for run in (whole, resumed)]
     assert tokens[0] == tokens[1]
 
