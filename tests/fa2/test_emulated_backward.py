@@ -172,8 +172,9 @@ def test_heads_in_groups(native, dtype):
         policy, seed = ORDERS[i % len(ORDERS)]
         got = check(kernel, p, deterministic=True, multiprocessors=2, policy=policy, seed=seed)
         assert all(map(same_bits, got, wanted)), p
+        _, *wanted_loose = run(backward_of(native, dtype), p, forward_of(p))
         _, *loose = check(kernel, p, multiprocessors=2 + 2 * (i % 3), seed=i)
-        assert all(map(same_bits, loose, wanted[1:])), p
+        assert all(map(same_bits, loose, wanted_loose)), p
 
 
 def check_headdim(headdim: int, native: int, dtype: torch.dtype) -> None:
@@ -259,16 +260,18 @@ def test_a_sequence_alone(native, dtype):
     forward = forward_of(p)
     options = {"deterministic": True, "multiprocessors": 4}
     batch = run(kernel, p, forward, policy="late", **options)
+    loose_batch = run(kernel, p, forward, policy="late")
     for i in range(3):
         alone, its, (q, k) = part(p, forward, i)
         packed = run(kernel, alone, its, seed=i, **options)
         dense = Problem(*(x[None] for x in (alone.q, alone.k, alone.v, alone.dout)), causal=True)
         got = run(kernel, dense, Forward(its.out[None], its.lse[None]), seed=i, **options)
         loose = run(kernel, alone, its, seed=i)
-        for x, y, z, w, rows in zip(batch, packed, got, loose, (q, k, k), strict=True):
+        for x, y, z, rows in zip(batch, packed, got, (q, k, k), strict=True):
             assert same_bits(x[rows], y)
             assert same_bits(x[rows], z[0])
-            assert same_bits(x[rows], w) or rows is q
+        for x, y in zip(loose_batch[1:], loose[1:], strict=True):
+            assert same_bits(x[k], y)
 
 
 @each_family
@@ -325,11 +328,12 @@ def sums_of(kernel: emulation.Kernel, p: Problem, forward: Forward, **options) -
 def check_repeats(kernel: emulation.Kernel, p: Problem, orders: Sequence[tuple[str, int, int]]) -> None:
     forward = forward_of(p)
     first = sums_of(kernel, p, forward, deterministic=True)
+    _, *first_loose = run(kernel, p, forward)
     for policy, seed, multiprocessors in orders:
         options = {"policy": policy, "seed": seed, "multiprocessors": multiprocessors}
         assert all(map(same_bits, sums_of(kernel, p, forward, deterministic=True, **options), first)), options
         _, *loose = run(kernel, p, forward, **options)
-        assert all(map(same_bits, loose, first[1:3])), options
+        assert all(map(same_bits, loose, first_loose)), options
 
 
 @each_kernel
@@ -579,7 +583,8 @@ FAULTS = {
     "the wide end's tiles are counted from the first": Fault(
         PARTS, "at_the_end ? index - order.first_last * blocks : index", "index"
     ),
-    "heads are mixed up": Fault(PARTS, "m_block = work.blocks.first, ++head;", "m_block = work.blocks.first;"),
+    "heads are mixed up": Fault(PARTS, "head -= group, m_block", "m_block"),
+    "the walk down begins too low": Fault(PARTS, "work.blocks.last - 1) {}", "work.blocks.last - 2) {}"),
     # two blocks
     "the other's dS is not waited for": Fault(
         PAIR,
@@ -673,9 +678,9 @@ FAULTS = {
 
 
 @functools.cache
-def fault_problems(native: int) -> list[tuple[Problem, Forward, tuple[Tensor, ...]]]:
+def fault_problems(native: int) -> list[tuple[Problem, Forward, bool, tuple[Tensor, ...]]]:
     """Several tiles a block, sequences that end anywhere, windows, rows without keys; many query blocks that one key
-    block alone sees; several groups of heads.
+    block alone sees; several groups of heads. All deterministic, and grouped heads also the other way round.
     """
     dtype = BF16
     lengths = [390, 5, 0, 190, 33, 63]
@@ -688,7 +693,9 @@ def fault_problems(native: int) -> list[tuple[Problem, Forward, tuple[Tensor, ..
         *heads_in_groups(native, dtype),
     ):
         forward = forward_of(p)
-        found.append((p, forward, sums_of(backward_of(native, dtype), p, forward, deterministic=True)))
+        for deterministic in (True, False) if p.q.shape[-2] > p.k.shape[-2] else (True,):
+            right = sums_of(backward_of(native, dtype), p, forward, deterministic=deterministic)
+            found.append((p, forward, deterministic, right))
     return found
 
 
@@ -697,12 +704,17 @@ def outcomes(fault: Fault) -> Iterator[str]:
     edits = {PARTS: [TWO_HEADS_AT_ONCE]}
     edits[fault.file] = [*edits.get(fault.file, []), (fault.text, fault.instead)]
     faulty = build("bwd", fault.native, BF16, edits)
-    for p, forward, right in fault_problems(fault.native):
+    for p, forward, deterministic, right in fault_problems(fault.native):
         for (policy, seed), multiprocessors in zip(ORDERS, (6, 2, 6, 4), strict=True):
             options = {"policy": policy, "seed": seed, "multiprocessors": multiprocessors}
             try:
-                got = sums_of(faulty, p, forward, deterministic=True, **options)
-                yield "" if all(map(same_bits, got, right)) else "wrong result"
+                got = sums_of(faulty, p, forward, deterministic=deterministic, **options)
+                if deterministic:
+                    same = all(map(same_bits, got, right))
+                else:  # dq is added up in another order
+                    close = (got[0] - right[0]).abs() <= 0.02 * right[0].abs().max()
+                    same = bool(close.all()) and all(map(same_bits, got[1:3], right[1:3]))
+                yield "" if same else "wrong result"
             except emulation.EmulationError as error:
                 yield str(error)
 

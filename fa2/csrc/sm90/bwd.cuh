@@ -140,7 +140,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1) attention_bwd(__grid_cons
       while (work->tile.block >= 0) {
         const BwdWork* next = nullptr;
 #pragma unroll 1
-        for (QuerySteps steps(*work, group);; steps.next(*work)) {
+        for (QuerySteps steps(*work, group);; steps.next(*work, group)) {
           if (next == nullptr && steps.left <= kAhead) next = &hand_out();
           if (steps.left == 0) break;
           if (writes_dq<kBlockM, kBlockN>(work->mask(p), steps.m_block)) continue;
@@ -181,7 +181,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1) attention_bwd(__grid_cons
           load(&a.dout, Config::kDo + slot.index * Config::kQ_bytes, Barrier::kDoFull + slot.index,
                Config::kQ_bytes, kBlockM * Slab::kRow_bytes, rows_q, steps.m_block * kBlockM, steps.head);
           slot.next();
-          steps.next(work);
+          steps.next(work, group);
         };
         // A tile without queries takes no part in the turns of K and V: its consumers wait for no keys, and
         // could end it before this has waited for the tile before.
@@ -221,7 +221,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1) attention_bwd(__grid_cons
           turn = nullptr;
         };
 #pragma unroll 1
-        for (QuerySteps steps(work, group); steps.left > 0; steps.next(work)) {
+        for (QuerySteps steps(work, group); steps.left > 0; steps.next(work, group)) {
           const RowValues<kBlockM> values(p, work, steps, lane);
           const BwdStep step = BwdStep::of<kBlockM, kBlockN>(p, work, steps);
           ptx::mbarrier_wait(barrier(Barrier::kQEmpty + slot.index), slot.parity ^ 1);
@@ -253,7 +253,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1) attention_bwd(__grid_cons
       const BwdWork& work = next_work();
       if (work.tile.block < 0) return;
 #pragma unroll 1
-      for (QuerySteps steps(work, group); steps.left > 0; steps.next(work)) {
+      for (QuerySteps steps(work, group); steps.left > 0; steps.next(work, group)) {
         if (writes_dq<kBlockM, kBlockN>(work.mask(p), steps.m_block)) continue;
         const int first = steps.m_block * kBlockM;
         if (p.dq_semaphore != nullptr) {

@@ -160,7 +160,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
           load_half(&a.q, Config::kQ, Barrier::kQFull);
           load_half(&a.dout, Config::kDo, Barrier::kDoFull);
           slot.next();
-          steps.next(work);
+          steps.next(work, group);
         };
         const bool any = steps.left > 0;
         if (any) load_queries();  // before the last tile's dK and dV have left
@@ -189,7 +189,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
         const BwdWork& work = next_work();
         if (work.tile.block < 0) break;
 #pragma unroll 1
-        for (QuerySteps steps(work, group); steps.left > 0; steps.next(work)) {
+        for (QuerySteps steps(work, group); steps.left > 0; steps.next(work, group)) {
           const RowValues<kBlockM> values(p, work, steps, lane);
           const BwdStep step = BwdStep::of<kBlockM, kBlockN>(p, work, steps);
           ptx::mbarrier_wait(barrier(Barrier::kQEmpty + slot.index), slot.parity ^ 1);
