@@ -79,20 +79,6 @@ class SelfAttention(nn.Module):
         return self.out(out.flatten(1))
 
 
-def gelu_tanh(x: Tensor) -> Tensor:
-    """F.gelu(x, approximate="tanh"), in the form that suits who runs it.
-
-    tanh(u) = 2 sigmoid(2u) - 1 turns it into x · sigmoid(2u): one exponential, where a compiled tanh has two branches
-    and makes a pass over the widest tensor of a block as long in arithmetic as in memory.
-    """
-    if not torch.compiler.is_compiling():
-        return F.gelu(x, approximate="tanh")
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    scale = 2 * math.sqrt(2 / math.pi)
-    two_u = wide * (scale + 0.044715 * scale * (wide * wide))
-    return (wide * torch.sigmoid(two_u)).to(x.dtype)
-
-
 class FeedForward(nn.Module):
     """down(gelu(up(x))), or SwiGLU: down(silu(gate) · value) with gate and value from one projection."""
 
@@ -107,11 +93,15 @@ class FeedForward(nn.Module):
         if self.gated:
             gate, value = up.chunk(2, dim=-1)
             return self.down(F.silu(gate) * value)
-        return self.down(gelu_tanh(up))
+        return self.down.after_gelu(up)
 
 
 class Block(nn.Module):
-    """Pre-norm transformer block; the unit that is compiled and checkpointed."""
+    """Pre-norm transformer block; the unit that is compiled and checkpointed.
+
+    It leaves the sum of its last branch and the residual stream to the next block, where a compiler makes it on the
+    way into the norm: a pass over memory less.
+    """
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -122,10 +112,45 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(
-        self, x: Tensor, rotary: Rotary | None, cu_seqlens: Tensor, max_seqlen: int, attention: AttentionFn
-    ) -> Tensor:
+        self,
+        x: Tensor,
+        branch: Tensor | None,
+        rotary: Rotary | None,
+        cu_seqlens: Tensor,
+        max_seqlen: int,
+        attention: AttentionFn,
+    ) -> tuple[Tensor, Tensor]:
+        """From and to (residual stream, the branch that is still to be added to it), each (T, d_model)."""
+        if branch is not None:
+            x = x + branch
         x = x + self.dropout(self.attention(self.norm_attention(x), rotary, cu_seqlens, max_seqlen, attention))
-        return x + self.dropout(self.mlp(self.norm_mlp(x)))
+        return x, self.dropout(self.mlp(self.norm_mlp(x)))
+
+
+@torch.library.custom_op("gpt::embedding_backward", mutates_args=())
+def _embedding_backward(grad: Tensor, ids: Tensor, rows: int) -> Tensor:
+    """(rows, d) sums of the rows of grad (T, d) with the same id."""
+    return torch.ops.aten.embedding_dense_backward(grad.contiguous(), ids, rows, -1, False)
+
+
+@_embedding_backward.register_fake
+def _(grad: Tensor, ids: Tensor, rows: int) -> Tensor:
+    return grad.new_empty(rows, grad.shape[1])
+
+
+class _Embedding(torch.autograd.Function):
+    """F.embedding with torch's own backward pass: compiled, rows of one id are added up in any order, by atomics."""
+
+    @staticmethod
+    def forward(ctx: Any, ids: Tensor, table: Tensor) -> Tensor:
+        ctx.save_for_backward(ids)
+        ctx.rows = table.shape[0]
+        return F.embedding(ids, table)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
+        (ids,) = ctx.saved_tensors
+        return None, torch.ops.gpt.embedding_backward(grad, ids, ctx.rows)
 
 
 def embed(
@@ -150,10 +175,10 @@ def embed(
     # Padding starts from 0 at position 0: its embedding could reach a gradient as 0 · NaN, and its position may lie
     # outside the table.
     real = torch.arange(tokens.shape[0], device=tokens.device) < cu_seqlens[-1]
-    x = torch.where(real[:, None], F.embedding(tokens, table), 0)
+    x = torch.where(real[:, None], _Embedding.apply(tokens, table), 0)
     positions = torch.where(real, positions, 0)
     if position_table is not None:
-        x = x + F.embedding(positions, position_table)
+        x = x + _Embedding.apply(positions, position_table)
     return x.to(dtype), positions
 
 
@@ -233,13 +258,17 @@ class GPT(nn.Module):
         rotary = rotary_table(positions, config.headdim, config.rope_theta) if position_table is None else None
         x = self.dropout(x)
         recompute = self.activation_checkpointing and torch.is_grad_enabled()
+        branch = None
         for i, block in enumerate(self.blocks):
-            inputs = (x, rotary, cu_seqlens, max_seqlen, self.attention if attentions is None else attentions[i])
+            rest = (rotary, cu_seqlens, max_seqlen, self.attention if attentions is None else attentions[i])
             if recompute:
-                x = checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=config.dropout > 0)
+                x = x if branch is None else x + branch  # one tensor to keep, not two
+                x, branch = checkpoint(
+                    block, x, None, *rest, use_reentrant=False, preserve_rng_state=config.dropout > 0
+                )
             else:
-                x = block(*inputs)
-        return self.norm(x)
+                x, branch = block(x, branch, *rest)
+        return self.norm(x if branch is None else x + branch)
 
     def loss(self, tokens: Tensor, targets: Tensor, positions: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
         """Sum of nats over the valid targets, () fp32 (float64 for a float64 model); -100 in `targets` is ignored."""

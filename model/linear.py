@@ -2,7 +2,8 @@
 
 Autocast casts every weight in every micro-batch, and rounds every weight gradient to 16 bits before it widens it again
 and adds it to `.grad`: 30 bytes a weight and micro-batch beside the products. With `WeightCopies` the cast is made once
-an optimiser step, and the product that makes a weight's gradient adds it to the fp32 `.grad` unrounded.
+an optimiser step, and the product that makes a weight's gradient adds it to the fp32 `.grad` unrounded. The product
+behind a GELU multiplies by its derivative on the way back, where `cublaslt.py` can.
 Knows tensors only; `gpt.py` builds its blocks of `Linear`, `train/module.py` owns the copies.
 """
 
@@ -14,6 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
+
+from model import cublaslt
+from model.gelu import gelu_tanh
 
 _library = torch.library.Library("gpt", "DEF")
 _library.define("add_product_(Tensor(a!) out, Tensor a, Tensor b) -> ()", tags=(torch.Tag.pt2_compliant_tag,))
@@ -60,16 +64,42 @@ class _FromCopy(torch.autograd.Function):
         return dy @ copy, None, dbias, None
 
 
+class _FromCopyAfterGelu(torch.autograd.Function):
+    """gelu(up) @ copyᵀ + bias, as `_FromCopy`; up's gradient comes out of a product, GELU's derivative in it."""
+
+    @staticmethod
+    def forward(ctx: Any, up: Tensor, copy: Tensor, bias: Tensor | None, weight_grad: Tensor) -> Tensor:
+        x = gelu_tanh(up)
+        ctx.save_for_backward(up, x, copy, weight_grad)
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        return F.linear(x, copy, None if bias is None else bias.to(copy.dtype))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        up, x, copy, weight_grad = ctx.saved_tensors
+        torch.ops.gpt.add_product_(weight_grad, dy.t(), x)
+        dbias = None if ctx.bias_dtype is None else dy.sum(0, dtype=ctx.bias_dtype)
+        return torch.ops.gpt.gelu_backward_product(dy, copy, up), None, dbias, None
+
+
 class Linear(nn.Linear):
     """nn.Linear over (T, in_features); the same, until `WeightCopies` gives it a copy to compute from."""
 
     copy: Tensor | None = None  # of `weight`, in the dtype of products
     weight_grad: Tensor | None = None  # `weight.grad` itself
+    multiplies_by_gelus_derivative = False  # in the product that makes the gradient of its input
 
     def forward(self, x: Tensor) -> Tensor:
         if self.copy is None or self.weight_grad is None:
             return super().forward(x)
         return _FromCopy.apply(x.to(self.copy.dtype), self.copy, self.bias, self.weight_grad)
+
+    def after_gelu(self, up: Tensor) -> Tensor:
+        """self(gelu(up)), GELU in its tanh form."""
+        if self.copy is None or self.weight_grad is None or not self.multiplies_by_gelus_derivative:
+            return self(gelu_tanh(up))
+        return _FromCopyAfterGelu.apply(up.to(self.copy.dtype), self.copy, self.bias, self.weight_grad)
 
 
 class WeightCopies:
@@ -94,6 +124,7 @@ class WeightCopies:
             parameter.grad = gradient
         for linear, copy in zip(self.linears, self._copies, strict=True):
             linear.copy, linear.weight_grad = copy, linear.weight.grad
+            linear.multiplies_by_gelus_derivative = cublaslt.why_unavailable(copy.device, dtype) is None
         self.refresh()
 
     @torch.no_grad()
@@ -109,5 +140,6 @@ class WeightCopies:
         """The model as it was: products from the parameters, no gradients."""
         for linear in self.linears:
             linear.copy = linear.weight_grad = None
+            linear.multiplies_by_gelus_derivative = False
         for parameter in self.parameters:
             parameter.grad = None

@@ -74,17 +74,20 @@ def copy_dtype(config: RunConfig) -> torch.dtype | None:
     """The dtype of the copies of weights that products run from, or None for none.
 
     Raises:
-        ValueError: `trainer.weight_copies` with several ranks, or where products run in the weights' own dtype.
+        ValueError: `trainer.weight_copies=true` with several ranks, or where products run in the weights' own dtype.
     """
-    if not config.trainer.weight_copies:
-        return None
+    wanted = config.trainer.weight_copies
     ranks = config.trainer.devices * config.trainer.num_nodes
+    precision = resolve_precision(config, resolve_device(config))
+    if wanted is None:
+        wanted = ranks == 1 and precision == "bf16-mixed"
+    if not wanted:
+        return None
     if ranks > 1:
         raise ValueError(
             "trainer.weight_copies must be false with several ranks, whose reduction of gradients it would bypass, "
             f"got true with {ranks}"
         )
-    precision = resolve_precision(config, resolve_device(config))
     if precision != "bf16-mixed":
         raise ValueError(f"trainer.weight_copies must be false unless trainer.precision is bf16-mixed, got {precision}")
     return compute_dtype(precision)

@@ -87,7 +87,7 @@ class TrainerConfig:
     strategy: str = "auto"  # a Lightning strategy name
     precision: str | None = None  # null: bf16-mixed on a GPU, 32-true on a CPU
     compile: bool | None = None  # torch.compile of the model, part by part; null: on a GPU yes, on a CPU no
-    weight_copies: bool = False  # bf16-mixed, one rank: cast weights once a step, add weight gradients up in products
+    weight_copies: bool | None = None  # cast weights once a step; null: under bf16-mixed on one rank
     activation_checkpointing: bool = False  # recompute each block in the backward pass
     log_every: int = 10  # steps between two points of the metrics; the only synchronisations of a step loop
     validate_every: int = 100  # steps; 0 validates at the end only

@@ -9,11 +9,13 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
 from torch.nn import functional as F
 
 from model.attention import fa2_attention, reference_attention
 from model.config import GPTConfig, Mlp, Norm, Position
-from model.gpt import GPT, gelu_tanh
+from model.gelu import gelu_tanh
+from model.gpt import GPT
 from model.memory import count_params
 
 TINY = GPTConfig(
@@ -196,7 +198,7 @@ def test_every_part_compiles_once_and_packed_batches_compile_nothing_again(posit
         torch.testing.assert_close(compiled_loss, loss)
         for name, gradient in compiled.items():
             torch.testing.assert_close(gradient, grads[name], rtol=1e-4, atol=1e-5, msg=name)
-    assert counter.frame_count == 4, "embedding, one graph for all blocks, final norm, softmax"
+    assert counter.frame_count == 5, "embedding, the first block, the others, final norm, softmax"
 
 
 def test_a_block_breaks_around_an_attention_that_cannot_be_traced() -> None:
@@ -210,6 +212,27 @@ def test_a_block_breaks_around_an_attention_that_cannot_be_traced() -> None:
     torch._dynamo.reset()
     model.compile(backend="aot_eager")
     torch.testing.assert_close(model.loss(*pack(documents(), PADDING)), expected)
+
+
+def test_embeddings_of_one_id_are_added_up_in_one_order() -> None:
+    """Through an operator that a compiler leaves alone."""
+    ids, grad = torch.tensor([3, 0, 3, 3]), torch.randn(4, 5)
+    torch.library.opcheck(torch.ops.gpt.embedding_backward, (grad, ids, 6))
+    expected = torch.zeros(6, 5).index_add(0, ids, grad)
+    torch.testing.assert_close(torch.ops.gpt.embedding_backward(grad, ids, 6), expected)
+    model = build(dtype=torch.float32, position=Position.learned)
+    graphs: list[torch.fx.GraphModule] = []
+
+    def keep(graph: torch.fx.GraphModule, inputs: object) -> object:
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    model.compile(backend=aot_autograd(fw_compiler=keep, bw_compiler=keep))
+    model.loss(*pack(documents(), PADDING)).backward()
+    calls = [name for graph in graphs for name in operators(graph.graph)]
+    assert calls.count("gpt.embedding_backward.default") == 2, "tokens and positions"
+    assert not [name for name in calls if "index_put" in name or "scatter" in name or "embedding_dense" in name]
 
 
 def cut(lengths: tuple[int, ...]) -> list[Tensor]:
