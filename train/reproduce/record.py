@@ -136,10 +136,10 @@ def _check_same_machine(ours: Record, theirs: Record, path: Path) -> None:
 
 
 def begin_invocation(record: Record) -> str:
-    """Add this command to the record; returns its id, which its cells carry."""
+    """Add this command to the record, without the folder that it writes to; returns its id, which its cells carry."""
     identity = secrets.token_hex(4)
     date = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
-    command = shlex.join(["python", *sys.orig_argv[1:]])
+    command = shlex.join(["python", *(word for word in sys.orig_argv[1:] if not word.startswith("output="))])
     record["invocations"].append({"id": identity, "command": command, "date": date})
     return identity
 
