@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import fa2
 from model.attention import AttentionFn, fa2_attention, reference_attention, torch_attention
 from model.config import GPTConfig, Mlp, Norm, Position
-from model.linear import Linear
+from model.linear import Linear, gelu_mlp
 from model.loss import linear_cross_entropy, softmax_in_place, softmax_out_of_place
 from model.rope import rotary_table, rotate
 
@@ -63,8 +63,15 @@ class SelfAttention(nn.Module):
         self.out = Linear(config.d_model, config.d_model, bias=config.bias)
 
     def forward(
-        self, x: Tensor, rotary: Rotary | None, cu_seqlens: Tensor, max_seqlen: int, attention: AttentionFn
+        self,
+        x: Tensor,
+        rotary: Rotary | None,
+        cu_seqlens: Tensor,
+        max_seqlen: int,
+        attention: AttentionFn,
+        addend: Tensor | None = None,
     ) -> Tensor:
+        """[addend +] the projection of attention over x, (T, d_model); an addend is for where `out.adds` says so."""
         qkv = self.qkv(x).unflatten(-1, (-1, self.headdim))  # (T, Hq + 2 Hkv, D)
         if attention is fa2_attention and rotary is None and self.nheads_kv == self.nheads_q:
             # the projection as it is, and its gradient in one tensor: dq, dk and dv apart would be copied together
@@ -76,7 +83,7 @@ class SelfAttention(nn.Module):
             if rotary is not None:
                 q, k = rotate(q, *rotary), rotate(k, *rotary)
             out = attention(q, k, v, cu_seqlens, max_seqlen)
-        return self.out(out.flatten(1))
+        return self.out(out.flatten(1), addend)
 
 
 class FeedForward(nn.Module):
@@ -88,19 +95,19 @@ class FeedForward(nn.Module):
         self.up = Linear(config.d_model, config.ff_width * (2 if self.gated else 1), bias=config.bias)
         self.down = Linear(config.ff_width, config.d_model, bias=config.bias)
 
-    def forward(self, x: Tensor) -> Tensor:
-        up = self.up(x)
-        if self.gated:
-            gate, value = up.chunk(2, dim=-1)
-            return self.down(F.silu(gate) * value)
-        return self.down.after_gelu(up)
+    def forward(self, x: Tensor, addend: Tensor | None = None) -> Tensor:
+        """[addend +] the MLP of x, (T, d_model); an addend is for where `down.adds` says so."""
+        if not self.gated:
+            return gelu_mlp(x, self.up, self.down, addend)
+        gate, value = self.up(x).chunk(2, dim=-1)
+        return self.down(F.silu(gate) * value, addend)
 
 
 class Block(nn.Module):
     """Pre-norm transformer block; the unit that is compiled and checkpointed.
 
-    It leaves the sum of its last branch and the residual stream to the next block, where a compiler makes it on the
-    way into the norm: a pass over memory less.
+    The projections of its branches add the residual stream to what they make, where they can. Otherwise the block
+    leaves its last sum to the next one, where a compiler makes it on the way into the norm: a pass over memory less.
     """
 
     def __init__(self, config: GPTConfig) -> None:
@@ -119,10 +126,13 @@ class Block(nn.Module):
         cu_seqlens: Tensor,
         max_seqlen: int,
         attention: AttentionFn,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | None]:
         """From and to (residual stream, the branch that is still to be added to it), each (T, d_model)."""
         if branch is not None:
             x = x + branch
+        if self.attention.out.adds(x) and self.mlp.down.adds(x) and self.dropout.p == 0:
+            x = self.attention(self.norm_attention(x), rotary, cu_seqlens, max_seqlen, attention, x)
+            return self.mlp(self.norm_mlp(x), x), None
         x = x + self.dropout(self.attention(self.norm_attention(x), rotary, cu_seqlens, max_seqlen, attention))
         return x, self.dropout(self.mlp(self.norm_mlp(x)))
 

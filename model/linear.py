@@ -2,8 +2,8 @@
 
 Autocast casts every weight in every micro-batch, and rounds every weight gradient to 16 bits before it widens it again
 and adds it to `.grad`: 30 bytes a weight and micro-batch beside the products. With `WeightCopies` the cast is made once
-an optimiser step, and the product that makes a weight's gradient adds it to the fp32 `.grad` unrounded. The product
-behind a GELU multiplies by its derivative on the way back, where `cublaslt.py` can.
+an optimiser step, and the product that makes a weight's gradient adds it to the fp32 `.grad` unrounded. What stands
+around these products in a block, sums and GELU, goes into their epilogues where `cublaslt.py` serves.
 Knows tensors only; `gpt.py` builds its blocks of `Linear`, `train/module.py` owns the copies.
 """
 
@@ -47,40 +47,80 @@ def _add_product_fake(out: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 class _FromCopy(torch.autograd.Function):
-    """x @ copyᵀ + bias; the backward pass adds the weight's gradient to `weight_grad` instead of returning it."""
+    """[addend +] x @ copyᵀ + bias; the backward pass adds the weight's gradient to `weight_grad` instead of returning
+    it.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, copy: Tensor, bias: Tensor | None, weight_grad: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, addend: Tensor | None, copy: Tensor, bias: Tensor | None, weight_grad: Tensor
+    ) -> Tensor:
         ctx.save_for_backward(x, copy, weight_grad)
         ctx.bias_dtype = None if bias is None else bias.dtype
-        return F.linear(x, copy, None if bias is None else bias.to(copy.dtype))
+        ctx.has_addend = addend is not None
+        return _linear(x, copy, bias, addend)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, copy, weight_grad = ctx.saved_tensors
         torch.ops.gpt.add_product_(weight_grad, dy.t(), x)
-        dbias = None if ctx.bias_dtype is None else dy.sum(0, dtype=ctx.bias_dtype)
-        return dy @ copy, None, dbias, None
+        return dy @ copy, dy if ctx.has_addend else None, None, _bias_gradient(dy, ctx.bias_dtype), None
 
 
-class _FromCopyAfterGelu(torch.autograd.Function):
-    """gelu(up) @ copyᵀ + bias, as `_FromCopy`; up's gradient comes out of a product, GELU's derivative in it."""
+class _MlpFromCopies(torch.autograd.Function):
+    """[addend +] down(gelu(up(x))), as two `_FromCopy` with all that lies between them in the products' epilogues."""
 
     @staticmethod
-    def forward(ctx: Any, up: Tensor, copy: Tensor, bias: Tensor | None, weight_grad: Tensor) -> Tensor:
-        x = gelu_tanh(up)
-        ctx.save_for_backward(up, x, copy, weight_grad)
-        ctx.bias_dtype = None if bias is None else bias.dtype
-        return F.linear(x, copy, None if bias is None else bias.to(copy.dtype))
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        addend: Tensor | None,
+        up_copy: Tensor,
+        up_bias: Tensor | None,
+        up_grad: Tensor,
+        down_copy: Tensor,
+        down_bias: Tensor | None,
+        down_grad: Tensor,
+    ) -> Tensor:
+        hidden, up = torch.ops.gpt.linear_gelu(x, up_copy, _as(up_bias, up_copy))
+        ctx.save_for_backward(x, up, hidden, up_copy, up_grad, down_copy, down_grad)
+        ctx.bias_dtypes = tuple(None if bias is None else bias.dtype for bias in (up_bias, down_bias))
+        ctx.has_addend = addend is not None
+        return _linear(hidden, down_copy, down_bias, addend)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        up, x, copy, weight_grad = ctx.saved_tensors
-        torch.ops.gpt.add_product_(weight_grad, dy.t(), x)
-        dbias = None if ctx.bias_dtype is None else dy.sum(0, dtype=ctx.bias_dtype)
-        return torch.ops.gpt.gelu_backward_product(dy, copy, up), None, dbias, None
+        x, up, hidden, up_copy, up_grad, down_copy, down_grad = ctx.saved_tensors
+        up_dtype, down_dtype = ctx.bias_dtypes
+        torch.ops.gpt.add_product_(down_grad, dy.t(), hidden)
+        dup = torch.ops.gpt.gelu_backward_product(dy, down_copy, up)
+        torch.ops.gpt.add_product_(up_grad, dup.t(), x)
+        return (
+            dup @ up_copy,
+            dy if ctx.has_addend else None,
+            None,
+            _bias_gradient(dup, up_dtype),
+            None,
+            None,
+            _bias_gradient(dy, down_dtype),
+            None,
+        )
+
+
+def _as(bias: Tensor | None, copy: Tensor) -> Tensor | None:
+    return None if bias is None else bias.to(copy.dtype)
+
+
+def _linear(x: Tensor, copy: Tensor, bias: Tensor | None, addend: Tensor | None) -> Tensor:
+    if addend is None:
+        return F.linear(x, copy, _as(bias, copy))
+    return torch.ops.gpt.linear_add(x, copy, _as(bias, copy), addend)
+
+
+def _bias_gradient(dy: Tensor, dtype: torch.dtype | None) -> Tensor | None:
+    return None if dtype is None else dy.sum(0, dtype=dtype)
 
 
 class Linear(nn.Linear):
@@ -88,18 +128,28 @@ class Linear(nn.Linear):
 
     copy: Tensor | None = None  # of `weight`, in the dtype of products
     weight_grad: Tensor | None = None  # `weight.grad` itself
-    multiplies_by_gelus_derivative = False  # in the product that makes the gradient of its input
+    epilogues = False  # whether `cublaslt.py` serves products from the copy
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, addend: Tensor | None = None) -> Tensor:
+        """[addend +] x @ weightᵀ + bias; an addend is for where `adds` says so."""
         if self.copy is None or self.weight_grad is None:
+            assert addend is None, "asked adds()"
             return super().forward(x)
-        return _FromCopy.apply(x.to(self.copy.dtype), self.copy, self.bias, self.weight_grad)
+        return _FromCopy.apply(x.to(self.copy.dtype), addend, self.copy, self.bias, self.weight_grad)
 
-    def after_gelu(self, up: Tensor) -> Tensor:
-        """self(gelu(up)), GELU in its tanh form."""
-        if self.copy is None or self.weight_grad is None or not self.multiplies_by_gelus_derivative:
-            return self(gelu_tanh(up))
-        return _FromCopyAfterGelu.apply(up.to(self.copy.dtype), self.copy, self.bias, self.weight_grad)
+    def adds(self, addend: Tensor) -> bool:
+        """Whether the product itself adds `addend` to what it makes. In training alone: each new shape is timed."""
+        return self.epilogues and self.copy is not None and addend.dtype == self.copy.dtype and torch.is_grad_enabled()
+
+
+def gelu_mlp(x: Tensor, up: Linear, down: Linear, addend: Tensor | None = None) -> Tensor:
+    """[addend +] down(gelu(up(x))), GELU in its tanh form; an addend is for where `down.adds` says so."""
+    copies = up.copy, down.copy
+    if not (down.epilogues and torch.is_grad_enabled()) or copies[0] is None or copies[1] is None:
+        return down(gelu_tanh(up(x)), addend)
+    return _MlpFromCopies.apply(
+        x.to(copies[0].dtype), addend, copies[0], up.bias, up.weight_grad, copies[1], down.bias, down.weight_grad
+    )
 
 
 class WeightCopies:
@@ -124,7 +174,7 @@ class WeightCopies:
             parameter.grad = gradient
         for linear, copy in zip(self.linears, self._copies, strict=True):
             linear.copy, linear.weight_grad = copy, linear.weight.grad
-            linear.multiplies_by_gelus_derivative = cublaslt.why_unavailable(copy.device, dtype) is None
+            linear.epilogues = cublaslt.why_unavailable(copy.device, dtype) is None
         self.refresh()
 
     @torch.no_grad()
@@ -140,6 +190,6 @@ class WeightCopies:
         """The model as it was: products from the parameters, no gradients."""
         for linear in self.linears:
             linear.copy = linear.weight_grad = None
-            linear.multiplies_by_gelus_derivative = False
+            linear.epilogues = False
         for parameter in self.parameters:
             parameter.grad = None

@@ -1,15 +1,20 @@
-"""GELU's derivative in cuBLASLt's epilogue, against float64 and without a kernel of its own."""
+"""Products with cuBLASLt's epilogues, against float64 and without a kernel beside the product."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from model import cublaslt
-from model.cublaslt import gelu_backward_product
+from model.cublaslt import gelu_backward_product, linear_add, linear_gelu
 
 pytestmark = pytest.mark.gpu
+SHAPES = [(4096, 512, 2048), (1, 8, 16), (1000, 96, 384), (257, 40, 24), (33, 7, 9)]
 
 
 @pytest.fixture(autouse=True)
@@ -18,53 +23,110 @@ def _serves() -> None:
         pytest.skip(reason)
 
 
-def inputs(T: int, d: int, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    dy, up = (torch.randn(T, n, device="cuda").to(dtype) for n in (d, width))
-    return dy, (torch.randn(d, width, device="cuda") * d**-0.5).to(dtype), 2 * up
+@pytest.fixture
+def fused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The heuristic's first algorithm, also where the steps apart are faster."""
+    monkeypatch.setattr(cublaslt._Product, "choose", lambda self, run, apart: 0)
 
 
-def exact(dy: Tensor, weight: Tensor, up: Tensor) -> Tensor:
+def normal(*shape: int, dtype: torch.dtype = torch.bfloat16, std: float = 1.0) -> Tensor:
+    return (std * torch.randn(*shape, device="cuda")).to(dtype)
+
+
+def close(found: Tensor, expected: Tensor) -> bool:
+    return bool((found.double() - expected).norm() <= 0.75 * torch.finfo(found.dtype).eps * expected.norm())
+
+
+def check_all(T: int, k: int, m: int, dtype: torch.dtype) -> None:
+    x, weight, bias, addend = normal(T, k, dtype=dtype), normal(m, k, dtype=dtype, std=k**-0.5), normal(m), normal(T, m)
+    bias, addend = bias.to(dtype), addend.to(dtype)
+    for b in (bias, None):
+        up = F.linear(x.double(), weight.double(), None if b is None else b.double())
+        assert close(linear_add(x, weight, b, addend), up + addend)
+        y, kept = linear_gelu(x, weight, b)
+        assert close(kept, up)
+        # the library makes GELU of its sum before it rounds it, the steps apart of the rounded one
+        assert (y.double() - F.gelu(up, approximate="tanh")).norm() <= 2 * torch.finfo(dtype).eps * up.norm()
+    dy, up = normal(T, k, dtype=dtype), 2 * normal(T, m, dtype=dtype)
     leaf = up.double().requires_grad_()
-    torch.nn.functional.gelu(leaf, approximate="tanh").backward(dy.double() @ weight.double())
+    F.gelu(leaf, approximate="tanh").backward(dy.double() @ weight.double().t())
     assert leaf.grad is not None
-    return leaf.grad
+    found = gelu_backward_product(dy, weight.t().contiguous(), up)
+    assert (found.double() - leaf.grad).norm() <= 1.5 * torch.finfo(dtype).eps * leaf.grad.norm()
 
 
+@pytest.mark.usefixtures("fused")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(
-    ("T", "d", "width"), [(4096, 512, 2048), (1, 8, 16), (1000, 96, 384), (257, 40, 24), (33, 7, 9)]
-)
-def test_equals_float64(T: int, d: int, width: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("T", "k", "m"), SHAPES)
+def test_equals_float64(T: int, k: int, m: int, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    tensors = inputs(T, d, width, dtype)
-    expected = exact(*tensors)
+    check_all(T, k, m, dtype)
+
+
+def test_what_is_faster_equals_float64() -> None:
+    torch.manual_seed(0)
     for _ in range(2):  # timed, and as later
-        error = gelu_backward_product(*tensors).double() - expected
-        assert error.norm() < 0.75 * torch.finfo(dtype).eps * expected.norm()
+        check_all(2048, 256, 1024, torch.bfloat16)
 
 
+@pytest.mark.usefixtures("fused")
 def test_views_and_other_strides() -> None:
     torch.manual_seed(0)
-    dy, weight, up = inputs(64, 64, 128, torch.bfloat16)
+    dy, weight, up = normal(64, 64), normal(64, 128), normal(64, 128)
     expected = gelu_backward_product(dy, weight, up)
     shifted = torch.empty(64 * 64 + 8, device="cuda", dtype=dy.dtype)[8:].view(64, 64).copy_(dy)  # 16 bytes further
     assert torch.equal(gelu_backward_product(shifted, weight, up), expected)
     assert torch.equal(gelu_backward_product(dy.t().contiguous().t(), weight.t().contiguous().t(), up), expected)
+    bias = normal(65)[1:]
+    expected = linear_add(dy, weight.t().contiguous(), None, up)
+    assert torch.equal(linear_add(shifted, weight.t(), None, up.t().contiguous().t()), expected)
+    assert torch.equal(linear_add(dy, dy, bias, dy), linear_add(dy, dy, bias.clone(), dy))
 
 
 def test_no_tokens() -> None:
-    assert gelu_backward_product(*inputs(0, 8, 16, torch.bfloat16)).shape == (0, 16)
+    assert gelu_backward_product(normal(0, 8), normal(8, 16), normal(0, 16)).shape == (0, 16)
+    assert linear_add(normal(0, 8), normal(16, 8), None, normal(0, 16)).shape == (0, 16)
+    assert [t.shape for t in linear_gelu(normal(0, 8), normal(16, 8), None)] == [(0, 16)] * 2
 
 
-def test_one_kernel_and_no_wait_after_the_first_call() -> None:
-    tensors = inputs(2048, 512, 2048, torch.bfloat16)
-    gelu_backward_product(*tensors)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-            gelu_backward_product(*tensors)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    torch.cuda.synchronize()
+def calls() -> dict[str, Callable[[], Any]]:
+    x, weight, bias, y = normal(2048, 512), normal(2048, 512), normal(2048), normal(2048, 2048)
+    return {
+        "linear_add": lambda: linear_add(x, weight, bias, y),
+        "linear_gelu": lambda: linear_gelu(x, weight, bias),
+        "gelu_backward_product": lambda: gelu_backward_product(y, weight, x),
+    }
+
+
+@pytest.mark.usefixtures("fused")
+@pytest.mark.parametrize("name", ["linear_add", "linear_gelu", "gelu_backward_product"])
+def test_one_kernel(name: str) -> None:
+    call = calls()[name]
+    call()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        call()
+        torch.cuda.synchronize()
     names = [event.name for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
     assert len([name for name in names if "Memset" not in name]) == 1, names
+
+
+def test_no_wait_after_the_first_call() -> None:
+    ready = calls()
+    for call in ready.values():
+        call()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for call in ready.values():
+            call()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_graph_may_hold_a_product_that_was_never_timed() -> None:
+    x, weight, addend = normal(512, 64), normal(256, 64), normal(512, 256)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = linear_add(x, weight, None, addend)
+    graph.replay()
+    assert close(out, F.linear(x.double(), weight.double()) + addend.double())

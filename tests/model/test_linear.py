@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from model.attention import reference_attention
-from model.config import GPTConfig, Position
+from model.config import GPTConfig, Mlp, Position
 from model.gpt import GPT
 from model.linear import Linear, WeightCopies, add_product
 from tests.model.accumulate import accumulate
@@ -18,9 +23,19 @@ CONFIG = GPTConfig(
 Batch = tuple[Tensor, Tensor, Tensor, Tensor, int]
 
 
-def build() -> GPT:
+def build(**changes: Any) -> GPT:
     torch.manual_seed(0)
-    return GPT(CONFIG, reference_attention)
+    return GPT(replace(CONFIG, **changes), reference_attention)
+
+
+class CalledOperators(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(str(func))
+        return func(*args, **(kwargs or {}))
 
 
 def batch(seed: int, lengths: tuple[int, ...] = (9, 7)) -> Batch:
@@ -106,18 +121,27 @@ def test_compiled_blocks_add_into_the_buffers_without_a_break_or_a_second_compil
         assert (gradient - expected[name]).norm() < 0.02 * expected[name].norm() + 1e-6, name
 
 
-def test_gelus_derivative_in_the_product_is_autograds() -> None:
-    """As where cuBLASLt has it, with the operator's CPU kernel in its place."""
-    plain, fused = build(), build()
+@pytest.mark.parametrize(
+    "changes", [{}, {"bias": False}, {"mlp": Mlp.swiglu}, {"dropout": 1e-9}, {"residual_fp32": True}]
+)
+def test_sums_and_gelu_in_the_products_change_nothing(changes: dict[str, Any]) -> None:
+    """As where cuBLASLt serves, with the operators' CPU kernels in its place. Dropout and an fp32 residual stream leave
+    the sums outside.
+    """
+    plain, fused = build(**changes), build(**changes)
     batches = [batch(0), batch(1, (3, 5, 4, 4))]
     WeightCopies(plain, torch.bfloat16)
     WeightCopies(fused, torch.bfloat16)
-    for block in fused.blocks:
-        assert not block.mlp.down.multiplies_by_gelus_derivative, "on a CPU"
-        block.mlp.down.multiplies_by_gelus_derivative = True
+    assert not any(module.epilogues for module in fused.modules() if isinstance(module, Linear)), "on a CPU"
+    for module in fused.modules():
+        if isinstance(module, Linear):
+            module.epilogues = True
     losses, expected = accumulate(plain, batches, "cpu")
-    fused_losses, gradients = accumulate(fused, batches, "cpu")
-    assert all(map(torch.equal, fused_losses, losses))
+    with CalledOperators() as called:
+        fused_losses, gradients = accumulate(fused, batches, "cpu")
+    assert ("gpt.linear_add.default" in called.names) == (not {"dropout", "residual_fp32"} & set(changes))
+    assert ("gpt.gelu_backward_product.default" in called.names) == ("mlp" not in changes)
+    torch.testing.assert_close(fused_losses, losses, rtol=1e-6, atol=0)
     assert expected.keys() == gradients.keys()
     for name, gradient in gradients.items():
         assert (gradient - expected[name]).norm() <= 0.01 * expected[name].norm(), name
@@ -129,12 +153,31 @@ def test_gelus_derivative_in_the_product_is_autograds() -> None:
         assert (gradient - 2 * expected[name]).norm() < 0.04 * expected[name].norm() + 1e-6, name
 
 
-def test_gelu_backward_product_is_an_operator() -> None:
+def test_nothing_is_timed_where_nothing_is_trained() -> None:
+    """Each new number of tokens would be: a text that grows word by word has many."""
+    model = build()
+    WeightCopies(model, torch.bfloat16)
+    for module in model.modules():
+        if isinstance(module, Linear):
+            module.epilogues = True
+    with torch.no_grad(), CalledOperators() as called, torch.autocast("cpu", torch.bfloat16):
+        model.loss(*batch(0))
+    assert not [name for name in called.names if name.startswith("gpt.linear")]
+
+
+def test_products_with_epilogues_are_operators() -> None:
     dy, weight, up = (torch.randn(*shape) for shape in ((6, 3), (3, 5), (6, 5)))
+    bias, addend = torch.randn(3), torch.randn(6, 3)
     torch.library.opcheck(torch.ops.gpt.gelu_backward_product, (dy, weight, up))
     leaf = up.clone().requires_grad_()
-    torch.nn.functional.gelu(leaf, approximate="tanh").backward(dy @ weight)
+    F.gelu(leaf, approximate="tanh").backward(dy @ weight)
     torch.testing.assert_close(torch.ops.gpt.gelu_backward_product(dy, weight, up), leaf.grad)
+    for b in (bias, None):
+        torch.library.opcheck(torch.ops.gpt.linear_add, (up, weight, b, addend))
+        torch.library.opcheck(torch.ops.gpt.linear_gelu, (up, weight, b))
+        y = F.linear(up, weight, b)
+        torch.testing.assert_close(torch.ops.gpt.linear_add(up, weight, b, addend), y + addend)
+        torch.testing.assert_close(torch.ops.gpt.linear_gelu(up, weight, b), (F.gelu(y, approximate="tanh"), y))
 
 
 def test_without_copies_it_is_nn_linear() -> None:
