@@ -122,9 +122,13 @@ class _Product:
         _call("cublasLtMatmulDescCreate", byref(self.description), _COMPUTE_32F, _R_32F)
         self._set(_TRANSPOSE_A, c_int32(transposed))
         self._set(_EPILOGUE, c_uint32(epilogue))
+        # The heuristic may look at the pointers, too: until the first call any address of that alignment will do.
+        anywhere = torch.empty(1, device=device)
         if epilogue & Epilogue.bias:
+            self._set(_BIAS_POINTER, c_uint64(anywhere.data_ptr()))
             self._set(_BIAS_DTYPE, c_int32(_DTYPES[dtype]))
         if epilogue & 128:
+            self._set(_AUX_POINTER, c_uint64(anywhere.data_ptr()))
             self._set(_AUX_LD, c_int64(m))
             self._set(_AUX_DTYPE, c_int32(_DTYPES[dtype]))
         shapes = ((k, m) if transposed else (m, k), (k, T), (m, T))
