@@ -132,16 +132,22 @@ def softmax_in_place(logits: Tensor, targets: Tensor, vocab_size: int, dtype: to
 def softmax_out_of_place(logits: Tensor, targets: Tensor, vocab_size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """As `softmax_in_place`, written for a compiler: it reads the logits twice and writes dlogits once.
 
-    No scatter and no write to the logits, each of which would be a kernel of its own over the whole chunk; and maximum
-    and sum as Inductor knows to take them in one reading (`logsumexp` it does not).
+    No scatter and no write to the logits, each of which would be a kernel of its own over the whole chunk. Maximum and
+    sum in two stages, of 32 columns and of a row: an element is read once for both, and no sum is rescaled while it
+    runs, which costs a compiled single stage a tenth of its time.
     """
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     column = torch.arange(wide.shape[1], dtype=torch.int32, device=wide.device)
     wide = torch.where(column < vocab_size, wide, -torch.inf)
     valid = (targets != IGNORE)[:, None]
     target_column = torch.where(valid, targets[:, None], 0)
-    highest = wide.amax(dim=-1, keepdim=True)
-    lse = highest + (wide - highest).exp().sum(dim=-1, keepdim=True).log()
+    parts = wide.unflatten(1, (-1, 32 if wide.shape[1] % 32 == 0 else wide.shape[1]))
+    highest_of_part = parts.amax(dim=-1)
+    # finite, so that a part of padding alone sums up to 0
+    finite = highest_of_part.clamp(min=torch.finfo(wide.dtype).min)
+    sum_of_part = (parts - finite[..., None]).exp().sum(dim=-1)
+    highest = highest_of_part.amax(dim=-1, keepdim=True)
+    lse = highest + (sum_of_part * (finite - highest).exp()).sum(dim=-1, keepdim=True).log()
     nats = torch.where(valid, lse - wide.gather(1, target_column), 0).sum()
     probability = (wide - lse).exp()
     dlogits = torch.where(column == target_column.to(torch.int32), probability - 1, probability)

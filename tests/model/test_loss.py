@@ -140,19 +140,21 @@ def test_no_tensor_of_all_logits_exists() -> None:
     assert largest.elements == 16 * 128
 
 
-@pytest.mark.parametrize("vocab_size", [32, 29])
+@pytest.mark.parametrize(("columns", "vocab_size"), [(32, 32), (32, 29), (47, 29), (128, 128), (128, 70), (128, 64)])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_the_softmax_for_a_compiler_is_the_one_in_place(dtype: torch.dtype, vocab_size: int) -> None:
+def test_the_softmax_for_a_compiler_is_the_one_in_place(dtype: torch.dtype, columns: int, vocab_size: int) -> None:
     generator = torch.Generator().manual_seed(0)
-    logits = (4 * torch.randn(11, 32, generator=generator, dtype=torch.float64)).to(dtype)
+    logits = (4 * torch.randn(11, columns, generator=generator, dtype=torch.float64)).to(dtype)
     targets = torch.randint(vocab_size, (11,), generator=generator)
     targets[[0, 5]] = -100
     logits[5] = torch.nan
+    logits[6, :vocab_size] = torch.randn(vocab_size, generator=generator).to(dtype) - 1e5  # one part far below another
+    logits[6, -1] = logits[6, 0] = 5.0
     nats, dlogits = softmax_out_of_place(logits, targets, vocab_size, dtype)
     expected_nats, expected = softmax_in_place(logits.clone(), targets, vocab_size, dtype)
     exact = 1e-12 if dtype == torch.float64 else 1e-5
     torch.testing.assert_close(nats, expected_nats, rtol=exact, atol=0)
-    torch.testing.assert_close(dlogits[targets == -100], torch.zeros(2, 32, dtype=dtype), rtol=0, atol=0)
+    torch.testing.assert_close(dlogits[targets == -100], torch.zeros(2, columns, dtype=dtype), rtol=0, atol=0)
     valid = targets != -100
     tolerance = max(exact, torch.finfo(dtype).eps)
     torch.testing.assert_close(dlogits[valid], expected[valid], rtol=tolerance, atol=tolerance)
