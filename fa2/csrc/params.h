@@ -44,6 +44,7 @@ struct BwdParams : Problem {
   float *lse_log2, *delta;  // scratch, like softmax_lse
   float* dq_accum;          // scratch, like softmax_lse times the kernel's headdim
   int32_t* dq_semaphore;    // deterministic: scratch, semaphores() numbers; else null
+  int32_t* tiles_done;      // scratch: of each key head (dense: of each batch element)
   Strides q_strides, k_strides, v_strides, out_strides, dout_strides, dq_strides, dk_strides, dv_strides;
 };
 

@@ -24,6 +24,16 @@ __device__ __forceinline__ int load_acquire(const int* source) {
   return value;
 }
 
+// From L2, past an L1 that may hold something older.
+__device__ __forceinline__ float4 load_l2_16(const float4* source) {
+  float4 x;
+  asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+               : "l"(source)
+               : "memory");
+  return x;
+}
+
 // Everything this thread wrote or observed before is visible to whoever acquires the new value.
 __device__ __forceinline__ void red_release_add(int* target, int value) {
   asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(target), "r"(value) : "memory");

@@ -56,12 +56,18 @@ __global__ void __launch_bounds__(kPreprocessThreads)
 
   if constexpr (Config::kStartsEarly) {
     ptx::let_next_kernel_start();  // it waits for all of this by itself
-    if (p.cu_seqlens_q == nullptr && blockIdx.x == 0 && threadIdx.x == 0) p.tiles[1] = 0;
+    if (p.cu_seqlens_q == nullptr && blockIdx.x == 0 && threadIdx.x == 0) p.tiles[1] = p.tiles[3] = 0;
   }
   const int64_t threads = static_cast<int64_t>(gridDim.x) * kPreprocessThreads;
   for (int64_t i = static_cast<int64_t>(blockIdx.x) * kPreprocessThreads + threadIdx.x; i < semaphores;
        i += threads)
     p.dq_semaphore[i] = 0;
+  if constexpr (Config::kConvertsDq) {
+    const int heads = (p.cu_seqlens_q == nullptr ? p.batch : 1) * p.nheads_kv;
+    for (int64_t i = static_cast<int64_t>(blockIdx.x) * kPreprocessThreads + threadIdx.x; i < heads;
+         i += threads)
+      p.tiles_done[i] = 0;
+  }
 
   float sum = 0.f;
   if (row < rows) {

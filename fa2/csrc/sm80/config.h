@@ -76,7 +76,8 @@ struct BwdTile {
   // other: see BwdShortConfig.
   static constexpr int kWalk = 0;
   // What the sm90 backward does otherwise, see there.
-  static constexpr bool kSkipsUnseeing = false, kAlternates = false, kStartsEarly = false;
+  static constexpr bool kSkipsUnseeing = false, kAlternates = false, kStartsEarly = false,
+                        kConvertsDq = false;
 
   // dK and dV leave through K's and V's space.
   static constexpr int kQ_bytes = kBlockM * kHeadDim * 2, kKV_bytes = kBlockN * kHeadDim * 2;

@@ -22,8 +22,9 @@
 // used at once for dV and dK. Only dS goes through shared memory, because dQ sums over the keys of both
 // consumers. dQ is a block behind, so that neither consumer has to wait for the other's dS: the second one
 // stays half a block behind the first, and its products run while the first makes exponentials, and the other
-// way round. Before this kernel sm80/bwd_preprocess.cuh has made lse_log2, delta and a zeroed accumulator;
-// after it sm80/bwd_convert.cuh makes the rest of dq.
+// way round. Before this kernel sm80/bwd_preprocess.cuh has made lse_log2, delta and a zeroed accumulator.
+// What is summed there becomes dq when all tiles of a key head are done: the warp that hands out the tiles
+// converts it meanwhile (not when deterministic), and the consumers what is left behind their last tile.
 // Shapes: Q, dO, dQ kBlockM x kHeadDim; K, V kBlockN x kHeadDim; S^T, dS^T 64 x kBlockM a consumer.
 // Read first: config.h, pipeline.cuh, fwd.cuh.
 #pragma once
@@ -111,8 +112,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1) attention_bwd(__grid_cons
 
   if (warpgroup == 0) {
     ptx::give_registers<Config::kProducerRegisters>();
-    if (warp == 0) {  // hands out the work, and passes the turns of dQ on
-      if (!ptx::elect_one()) return;
+    if (warp == 0) {  // hands out the work, and passes the turns of dQ on, or else converts it
       ptx::wait_for_previous_kernel();
       const int blocks = blocks_of_a_head<kBlockN>(p);
       const HeadOrder order(a, blocks, gridDim.x);
@@ -129,10 +129,33 @@ __global__ void __launch_bounds__(Config::kThreads, 1) attention_bwd(__grid_cons
         return handed_out;
       };
       if (p.dq_semaphore == nullptr) {
-        while (hand_out().tile.block >= 0) {
+        // A tile is handed out as soon as there is a place for it; between two of them there is time. One
+        // lane looks: the others might see the place free, or free again, at another moment.
+        Conversion<Element, Config> conversion(p, blocks);
+        enum { kWaiting, kHandedOut, kNoMore };
+        bool more = true, first = true;
+        for (;;) {
+          const bool busy = !first && conversion.take(lane);
+          first = false;
+          if (!more && !busy) return;
+          int state = kWaiting;
+          if (more && lane == 0) {
+            const uint32_t place = barrier(Barrier::kTileEmpty + work_slot.index);
+            if (!busy) ptx::mbarrier_wait(place, work_slot.parity ^ 1);
+            if (!busy || ptx::mbarrier_test(place, work_slot.parity ^ 1))
+              state = hand_out().tile.block >= 0 ? kHandedOut : kNoMore;
+          }
+          state = __shfl_sync(kFullWarp, state, 0);
+          if (state == kNoMore) more = false;
+          if (state != kWaiting || !busy) continue;
+          if (conversion.is_ready(lane)) {
+            conversion.template convert<4>(lane);
+          } else {
+            __nanosleep(256);
+          }
         }
-        return;
       }
+      if (!ptx::elect_one()) return;
       // A tile that others wait for is not kept back: it is taken when the one before is about to end.
       constexpr int kAhead = 3;
       uint32_t added_parity = 0;
@@ -281,6 +304,9 @@ __global__ void __launch_bounds__(Config::kThreads, 1) attention_bwd(__grid_cons
           turn_parity ^= 1;
         }
       }
+      ptx::tma_store_wait();  // all has been added
+      ptx::fence_async_proxy_global();
+      ptx::red_release_add(p.tiles_done + work.bidb * p.nheads_kv + work.tile.bidh, 1);
       end_work();
     }
   }
@@ -523,6 +549,12 @@ __global__ void __launch_bounds__(Config::kThreads, 1) attention_bwd(__grid_cons
     __syncwarp();
     if (lane == 0) ptx::mbarrier_arrive(barrier(Barrier::kTileEmpty + work_slot.index));
     work_slot.next();
+  }
+  // What is left to convert.
+  Conversion<Element, Config> conversion(p, blocks_of_a_head<kBlockN>(p));
+  while (conversion.take(lane)) {
+    while (!conversion.is_ready(lane)) __nanosleep(64);
+    conversion.template convert<kHeadDim / 4 % 16 == 0 ? 16 : 12>(lane);
   }
   if (leader) ptx::tma_store_wait_read();  // shared memory must outlive the last store
 }

@@ -1,10 +1,12 @@
 // What the two sm90 backward kernels have in common: their arguments, a work tile and its query blocks, and
 // how products start. Read next: bwd.cuh (headdim up to 128), bwd_pair.cuh (192 and 256).
 #pragma once
+#include "../ptx/global.cuh"
 #include "../ptx/math.cuh"
 #include "../ptx/shared.cuh"
 #include "../ptx/stmatrix.cuh"
 #include "../ptx/wgmma.cuh"
+#include "../sm80/bwd_preprocess.cuh"
 #include "../tile/fragment.cuh"
 #include "../tile/mask.cuh"
 #include "../tile/scheduler.cuh"
@@ -170,6 +172,85 @@ __device__ __forceinline__ BwdWork decode(const BwdParams& p, int index, int blo
   work.steps = p.nheads_q / p.nheads_kv * max(0, work.blocks.last - work.blocks.first);
   return work;
 }
+
+// The conversion of dQ, 32 rows of all heads of a group at a time: dq = accumulator * scale, rounded, of the
+// rows that no tile has written itself. A key head's rows are converted when all its tiles have added to
+// them.
+template <class Element, class Config>
+struct Conversion {
+  const BwdParams& p;
+  int tiles;         // of a key head
+  int rows, pieces;  // of a head; in all
+  int taken = -1;    // the piece that this warp has taken, -1 for none
+
+  __device__ __forceinline__ Conversion(const BwdParams& p_, int tiles_) : p(p_), tiles(tiles_) {
+    const bool varlen = p.cu_seqlens_q != nullptr;
+    rows = varlen ? p.total_q : p.seqlen_q;
+    pieces = pieces_of_a_head() * (varlen ? p.nheads_kv : p.batch * p.nheads_kv);
+  }
+  __device__ __forceinline__ int pieces_of_a_head() const { return (rows + 31) / 32; }
+
+  // A piece for this warp, unless it has one; false when none is left.
+  __device__ __forceinline__ bool take(int lane) {
+    if (pieces == 0) return false;  // without a query nobody has set the counter to 0
+    if (taken < 0) {
+      if (lane == 0) taken = atomicAdd(p.tiles + 3, 1);
+      taken = __shfl_sync(kFullWarp, taken, 0);
+    }
+    return taken < pieces;
+  }
+  // Whether all has been added to the piece's rows. Who asks converts behind a __syncwarp.
+  __device__ __forceinline__ bool is_ready(int lane) const {
+    int done = 0;
+    if (lane == 0) done = ptx::load_acquire(p.tiles_done + taken / pieces_of_a_head());
+    return __shfl_sync(kFullWarp, done, 0) == tiles;
+  }
+
+  // kAtOnce: loads of 16 bytes in flight.
+  template <int kAtOnce>
+  __device__ __forceinline__ void convert(int lane) {
+    constexpr int kHeadDim = Config::kHeadDim, kLanesPerRow = kHeadDim / 4;
+    static_assert(kLanesPerRow % kAtOnce == 0, "whole rounds");
+    __syncwarp();
+    const int head_kv = taken / pieces_of_a_head(), first = (taken - head_kv * pieces_of_a_head()) * 32;
+    taken = -1;
+    // Each lane asks for one row where its dq is.
+    const uint32_t wanted =
+        __ballot_sync(kFullWarp, first + lane < rows && !sm80::dq_is_direct<Config>(p, first + lane));
+    if (wanted == 0) return;
+    const int bidb = head_kv / p.nheads_kv, group = p.nheads_q / p.nheads_kv;
+#pragma unroll 1
+    for (int i = 0; i < group; ++i) {
+      const int head = (head_kv - bidb * p.nheads_kv) * group + i;
+      const auto* accum = reinterpret_cast<const float4*>(
+          p.dq_accum + (bidb * p.lse_batch + head * p.lse_head + first) * kHeadDim);
+      auto* dq = static_cast<Element*>(p.dq) + bidb * p.dq_strides.batch + head * p.dq_strides.head +
+                 first * p.dq_strides.row;
+#pragma unroll 1
+      for (int begin = lane; begin < kLanesPerRow * 32; begin += kAtOnce * 32) {
+        float4 x[kAtOnce];
+#pragma unroll
+        for (int j = 0; j < kAtOnce; ++j) {
+          const int row = (begin + j * 32) / kLanesPerRow;
+          x[j] =
+              wanted >> row & 1 ? ptx::load_l2_16(accum + begin + j * 32) : make_float4(0.f, 0.f, 0.f, 0.f);
+        }
+#pragma unroll
+        for (int j = 0; j < kAtOnce; ++j) {
+          const int row = (begin + j * 32) / kLanesPerRow;
+          int column;
+          const uint2 values =
+              gather_columns<Element>(column, x[j].x * p.softmax_scale, x[j].y * p.softmax_scale,
+                                      x[j].z * p.softmax_scale, x[j].w * p.softmax_scale);
+          // In odd rows groups of 16 columns change places, see config.h.
+          column += ((begin + j * 32) % kLanesPerRow / 4 ^ ((first + row) & 1)) * 16;
+          if ((wanted >> row & 1) != 0 && column < p.headdim)
+            *reinterpret_cast<uint2*>(dq + row * p.dq_strides.row + column) = values;
+        }
+      }
+    }
+  }
+};
 
 // A warp's share of a query block's lse and -delta. They begin anywhere, so that no bulk copy can bring them.
 template <int kBlockM>

@@ -74,6 +74,7 @@ struct BwdTile {
   // launch_early says.
   static constexpr int kWalk = 0;
   static constexpr bool kSkipsUnseeing = true, kAlternates = true, kStartsEarly = true;
+  static constexpr bool kConvertsDq = true;  // the kernel itself
 
   // A product of dQ is 64 x 64. With 96 columns the second consumer's begins at a slab, 32: a third of it is
   // made twice and stored once.
@@ -129,7 +130,7 @@ struct BwdPairTile {
                          kRow_bytes = kWidth * 2;
   };
   static constexpr int kWalk = 0;
-  static constexpr bool kSkipsUnseeing = true, kAlternates = false, kStartsEarly = true;
+  static constexpr bool kSkipsUnseeing = true, kAlternates = false, kStartsEarly = true, kConvertsDq = false;
 
   // Of the block's half of dQ, the first consumer makes 64 columns and the second the rest.
   static constexpr int kHalf = kHeadDim / 2, kDqFirst = 64, kDqSecond = kHalf - kDqFirst;

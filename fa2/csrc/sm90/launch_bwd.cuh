@@ -1,5 +1,5 @@
-// Host side of the sm90 backward: preprocessing, (varlen) the list of tiles, tensor maps, the kernel, dq's
-// conversion. Included by inst/bwd_*.cu alone.
+// Host side of the sm90 backward: preprocessing, (varlen) the list of tiles, tensor maps, the kernel, and
+// where that does not convert dq itself, its conversion. Included by inst/bwd_*.cu alone.
 #pragma once
 
 #include <algorithm>
@@ -23,9 +23,9 @@ constexpr auto bwd_kernel() {
   }
 }
 
-// dK, dV and what is added to dQ, of all tiles of keys.
+// dK, dV and what is added to dQ, of all tiles of keys. converted: whether the kernel makes all of dq.
 template <class Element, class Config>
-cudaError_t launch_bwd_tiles(const BwdParams& p, cudaStream_t stream) {
+cudaError_t launch_bwd_tiles(const BwdParams& p, cudaStream_t stream, bool& converted) {
   constexpr int kBlockN = Config::kBlockN, kCluster = Config::kCluster;
   constexpr auto kernel = bwd_kernel<Element, Config>();
   static std::atomic<uint64_t> devices;
@@ -40,7 +40,10 @@ cudaError_t launch_bwd_tiles(const BwdParams& p, cudaStream_t stream) {
       p.nheads_kv;
   const int rows_q = varlen ? p.total_q : p.seqlen_q, rows_k = varlen ? p.total_k : p.seqlen_k;
   if (tiles == 0 || rows_k == 0) return cudaSuccess;
-  if (tiles > 0x7fffffff - sms) return cudaErrorInvalidConfiguration;  // they are counted in an int
+  const int64_t conversions = ceil_div(rows_q, 32) * p.nheads_kv * static_cast<int64_t>(varlen ? 1 : p.batch);
+  converted = Config::kConvertsDq;
+  // They are counted in ints.
+  if (std::max(tiles, conversions) > 0x7fffffff - 64 * sms) return cudaErrorInvalidConfiguration;
 
   BwdArguments a;
   a.p = p;
@@ -92,8 +95,9 @@ cudaError_t launch_bwd_all(const BwdParams& p, cudaStream_t stream) {
   } else {
     error = launch(reset_handed_out, 1, 1, 0, stream, p.tiles);
   }
-  if (error == cudaSuccess) error = launch_bwd_tiles<Element, Config>(p, stream);
-  if (error != cudaSuccess) return error;
+  bool converted = false;
+  if (error == cudaSuccess) error = launch_bwd_tiles<Element, Config>(p, stream, converted);
+  if (error != cudaSuccess || converted) return error;
   const int64_t groups = static_cast<int64_t>(rows) * (kHeadDim / 16);
   const int64_t chunks = ceil_div(groups, sm80::kConvertGroups) * (varlen ? 1 : p.batch);
   const bool many = chunks * p.nheads_q >= sm80::kConvertManyBlocks;

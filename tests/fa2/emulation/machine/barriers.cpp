@@ -103,6 +103,15 @@ void mbarrier_wait(uint32_t address, uint32_t parity) {
   hesitate();
 }
 
+bool mbarrier_has_ended(uint32_t address, uint32_t parity) {
+  hesitate();
+  Block& block = *current().block;
+  MBarrier& barrier = mbarrier_at(block, address);
+  if ((barrier.phase & 1) == (parity & 1)) return false;
+  block.races->acquire(current().warp->actor, barrier.completed);
+  return true;
+}
+
 void barrier(int id, int threads, bool wait) {
   if (id < 0 || id > 15) fail("barrier %d: there are 16", id);
   Block& block = *current().block;

@@ -25,7 +25,7 @@ struct Call {
   // backward
   Tensor dout, dq, dk, dv;
   float *lse_log2, *delta, *dq_accum;
-  int32_t* dq_semaphore;
+  int32_t *dq_semaphore, *tiles_done;
 };
 
 fa2::Strides strides(const Tensor& x) {
@@ -72,6 +72,7 @@ extern "C" int emulation_run(const Call* call) {
   p.delta = call->delta;
   p.dq_accum = call->dq_accum;
   p.dq_semaphore = call->dq_semaphore;
+  p.tiles_done = call->tiles_done;
   const int error = fa2::FA2_FAMILY::launch_bwd<fa2::DType::FA2_DTYPE, FA2_HEADDIM FA2_GRANT>(p, nullptr);
 #else
   fa2::FwdParams p{};

@@ -37,6 +37,7 @@ struct State {
   std::vector<std::shared_ptr<Copy>> copies;
   std::vector<Warp*> busy;  // with wgmmas to execute
   int64_t idle_polls = 0;   // in a row, while nothing else happened
+  int64_t poll_rounds = 0;  // while no asynchronous work happened: who polls may do more than that
   size_t stacks = 0;        // in use, by outer grids too
   dim3 size, grid;
 };
@@ -196,8 +197,9 @@ void run_blocks(std::vector<std::unique_ptr<Block>>& blocks) {
     if (state.ready.empty()) {
       if (!state.polling.empty()) {
         for (Thread* thread : std::exchange(state.polling, {})) wake(*thread);
-        const bool more = ++state.idle_polls % 16 == 0 && run_async();
-        if (state.idle_polls > 1000 && !more) report_deadlock(blocks);
+        const bool more = (++state.idle_polls % 16 == 0 || ++state.poll_rounds % 64 == 0) && run_async();
+        if (more) state.poll_rounds = 0;
+        if ((state.idle_polls > 1000 || state.poll_rounds > 100000) && !more) report_deadlock(blocks);
         continue;
       }
       if (!alive()) return;

@@ -209,6 +209,7 @@ MBarrier& visible_mbarrier_at(Block& block, uint32_t address);
 void mbarrier_arrive(Block& block, uint32_t address, int64_t expect_bytes);
 void mbarrier_complete(Block& block, uint32_t address, int64_t bytes);
 void mbarrier_wait(uint32_t address, uint32_t parity);
+bool mbarrier_has_ended(uint32_t address, uint32_t parity);
 
 // barrier.cta; threads < 0: all of the block.
 void barrier(int id, int threads, bool wait);

@@ -57,6 +57,12 @@ void load_acquire(const Call& call) {
   call.set(0, *source);
 }
 
+void load_floats(const Call& call) {
+  auto* source = reinterpret_cast<const float*>(call.address(1));
+  check_global(source, 16, "ld");
+  for (size_t i = 0; i < call.count(0); ++i) call.set(call.part(0, i), source[i]);
+}
+
 // cp.async [shared], [global], bytes {, bytes that are read; the rest becomes zeros}: done at once or when
 // the thread waits for its group.
 void cp_async(const Call& call) {
@@ -164,6 +170,7 @@ Handler find_shared_memory(const std::string& opcode) {
       {"red.release.gpu.global.add.s32", red_add_int},
       {"red.relaxed.gpu.global.add.s32", red_add_int},
       {"ld.acquire.gpu.global.s32", load_acquire},
+      {"ld.global.cg.v4.f32", load_floats},
       {"cp.async.cg.shared.global.L2::128B", cp_async},
       {"cp.async.cg.shared.global", cp_async},
       {"cp.async.ca.shared.global", cp_async},

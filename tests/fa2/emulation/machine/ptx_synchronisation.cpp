@@ -39,6 +39,10 @@ void try_wait(const Call& call) {
   call.set(0, uint64_t{1});
 }
 
+void test_wait(const Call& call) {
+  call.set(0, uint64_t{mbarrier_has_ended(static_cast<uint32_t>(call.address(1)), call.u32(2))});
+}
+
 void barrier_sync(const Call& call) {
   barrier(static_cast<int>(call.u32(0)),
           call.statement.arguments.size() > 1 ? static_cast<int>(call.u32(1)) : -1, true);
@@ -105,6 +109,7 @@ Handler find_synchronisation(const std::string& opcode) {
       {"mbarrier.arrive.shared::cluster.b64", arrive},
       {"mbarrier.arrive.expect_tx.release.cluster.shared::cluster.b64", arrive_expect},
       {"mbarrier.try_wait.parity.shared::cta.b64", try_wait},
+      {"mbarrier.test_wait.parity.shared::cta.b64", test_wait},
       {"mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64", try_wait},
       {"barrier.cluster.arrive.release", arrive_in_cluster},
       {"barrier.cluster.arrive.release.aligned", arrive_in_cluster},
