@@ -37,6 +37,15 @@ struct FwdParams : Problem {
   Strides q_strides, k_strides, v_strides, out_strides;
 };
 
+// Scratch of a backward that converts dQ's sums to dq itself: what is ready for it. A piece is at most
+// kConversionRows rows of one head. numbers: of all that is set to 0 before, from `pieces` on.
+struct ConversionQueue {
+  enum Counter { kTaken, kReady, kTilesDone, kCounters };
+  uint64_t* pieces;   // in the order in which they became ready; 0: not yet
+  int32_t* counters;  // behind the pieces; behind these the tiles done of each sequence's key heads
+  int64_t capacity, numbers;
+};
+
 struct BwdParams : Problem {
   const void *q, *k, *v, *out, *dout;
   void *dq, *dk, *dv;
@@ -44,7 +53,7 @@ struct BwdParams : Problem {
   float *lse_log2, *delta;  // scratch, like softmax_lse
   float* dq_accum;          // scratch, like softmax_lse times the kernel's headdim
   int32_t* dq_semaphore;    // deterministic: scratch, semaphores() numbers; else null
-  int32_t* tiles_done;      // scratch: of each key head (dense: of each batch element)
+  ConversionQueue conversions;
   Strides q_strides, k_strides, v_strides, out_strides, dout_strides, dq_strides, dk_strides, dv_strides;
 };
 
@@ -56,6 +65,20 @@ inline int64_t tile_list_size(int64_t total, int64_t batch) {
 }
 inline int64_t semaphores(int64_t tokens, int64_t batch, int64_t nheads) {
   return (tokens / kSmallestBlock + batch + 1) * nheads;
+}
+
+constexpr int kConversionRows = 32;
+inline int64_t conversion_pieces(int64_t tokens, int64_t batch, int64_t nheads_q) {
+  return (tokens / kConversionRows + batch) * nheads_q;
+}
+// Varlen has one more sequence than the batch.
+inline int64_t conversion_counters(int64_t batch, int64_t nheads_kv) {
+  return ConversionQueue::kCounters + (batch + 1) * nheads_kv;
+}
+// scratch: of 8 bytes for each piece and 4 for each counter.
+inline ConversionQueue conversion_queue(void* scratch, int64_t pieces, int64_t counters) {
+  auto* const first = static_cast<uint64_t*>(scratch);
+  return {first, reinterpret_cast<int32_t*>(first + pieces), pieces, 2 * pieces + counters};
 }
 
 }  // namespace fa2

@@ -586,18 +586,20 @@ FAULTS = {
     "heads are mixed up": Fault(PARTS, "head -= group, m_block", "m_block"),
     "the walk down begins too low": Fault(PARTS, "work.blocks.last - 1) {}", "work.blocks.last - 2) {}"),
     # conversion
-    "a conversion does not wait": Fault(PARTS, "__shfl_sync(kFullWarp, done, 0) == tiles", "true"),
+    "a conversion does not wait": Fault(PARTS, "__shfl_sync(kFullWarp, done, 0) != tiles_here", "false"),
     "what was added last is not waited for": Fault(ONE, "ptx::tma_store_wait();  // all has been added", ""),
-    "a tile counts for another batch element": Fault(
-        ONE, "work.bidb * p.nheads_kv + work.tile.bidh, 1)", "work.tile.bidh, 1)"
+    "a tile counts for another sequence": Fault(
+        PARTS, "work.tile.bidb * p.nheads_kv + work.tile.bidh, 1)", "work.tile.bidh, 1)"
     ),
     "odd rows are converted as even ones": Fault(PARTS, "^ ((first + row) & 1)", "^ 0"),
-    "the last rows are not converted": Fault(PARTS, "return (rows + 31) / 32;", "return rows / 32;"),
-    "one head of a group is converted": Fault(PARTS, "for (int i = 0; i < group; ++i)", "for (int i = 0; i < 1; ++i)"),
+    "the last rows are not converted": Fault(PARTS, "const bool wanted = row < work.seqlen_q", "const bool wanted = row + 31 < work.seqlen_q"),
+    "one head of a group is converted": Fault(PARTS, "for (int i = 0; i < group; ++i) {", "for (int i = 0; i < 1; ++i) {"),
     "rows that tiles have written are converted": Fault(
-        PARTS, "first + lane < rows && !sm80::dq_is_direct<Config>(p, first + lane)", "first + lane < rows"
+        PARTS, " && !writes_dq<kBlockM, kBlockN>(mask, row / kBlockM);", ";"
     ),
-    "done tiles are not counted from 0": Fault(PREPROCESS, "p.tiles_done[i] = 0;", ";"),
+    "done tiles are not counted from 0": Fault(PREPROCESS, "numbers[i] = 0;", ";"),
+    "rows without a tile are not set to 0": Fault(PREPROCESS, "source == DqSource::kZero) {", "false) {"),
+    "the last tiles are not waited for": Fault(PARTS, "piece = kNoMore;", "piece = kNoMore;\n      if (piece == kNotYet) piece = kNoMore;"),
     # two blocks
     "the other's dS is not waited for": Fault(
         PAIR,
@@ -685,7 +687,7 @@ FAULTS = {
     "unseeing queries are counted in": Fault(
         PREPROCESS, "if constexpr (Config::kSkipsUnseeing)", "if constexpr (false)"
     ),
-    "dQ's sums begin anywhere": Fault(PREPROCESS, "if (!dq_is_direct<Config>(p, row))", "if (false)"),
+    "dQ's sums begin anywhere": Fault(PREPROCESS, "} else if (source != DqSource::kDirect) {", "} else if (false) {"),
     "turns begin anywhere": Fault(PREPROCESS, "p.dq_semaphore[i] = 0;", ";"),
 }
 

@@ -24,6 +24,12 @@ __device__ __forceinline__ int load_acquire(const int* source) {
   return value;
 }
 
+__device__ __forceinline__ uint64_t load_acquire(const uint64_t* source) {
+  uint64_t value;
+  asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(source) : "memory");
+  return value;
+}
+
 // From L2, past an L1 that may hold something older.
 __device__ __forceinline__ float4 load_l2_16(const float4* source) {
   float4 x;

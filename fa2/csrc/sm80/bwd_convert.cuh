@@ -40,7 +40,8 @@ __global__ void __launch_bounds__(kConvertThreads)
   const int64_t first_row = first_group / kGroupsPerRow;
   bool mine = false;
   if (threadIdx.x < kRows && first_row + threadIdx.x < rows)
-    accumulated[threadIdx.x] = mine = !dq_is_direct<Config>(p, static_cast<int>(first_row) + threadIdx.x);
+    accumulated[threadIdx.x] = mine =
+        dq_source<Config>(p, static_cast<int>(first_row) + threadIdx.x) != DqSource::kDirect;
   if (!__syncthreads_or(mine)) return;
 
   for (int head = blockIdx.x % head_slots; head < p.nheads_q; head += head_slots) {

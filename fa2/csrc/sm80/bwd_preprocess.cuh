@@ -16,29 +16,35 @@ namespace fa2::sm80 {
 
 constexpr int kPreprocessThreads = 256, kPreprocessRows = kPreprocessThreads / 8;
 
-// Whether the backward writes this row's dq itself, because one key block, or one thread block that walks
-// over them, sees all of its query block. The accumulator is then not used, or not read before it is written.
+// Where a row's dq comes from. kDirect: the backward writes it itself, because one key block, or one thread
+// block that walks over them, sees all of its query block; the accumulator is then not used, or not read
+// before it is written. kZero: the row is in no query block that a tile could belong to.
+enum class DqSource { kAccumulator, kDirect, kZero };
+
 // `row` counts within the batch element.
 template <class Config>
-__device__ __forceinline__ bool dq_is_direct(const BwdParams& p, int row) {
+__device__ __forceinline__ DqSource dq_source(const BwdParams& p, int row) {
   int seqlen_q = p.seqlen_q, seqlen_k = p.seqlen_k;
   if (p.cu_seqlens_q != nullptr) {
     const int bidb = sequence_of(p.cu_seqlens_q, p.batch, row);
-    if (bidb == p.batch) return false;
+    if (bidb == p.batch) return DqSource::kZero;
     const int first = p.cu_seqlens_q[bidb];
     seqlen_q = p.cu_seqlens_q[bidb + 1] - first;
     seqlen_k = p.cu_seqlens_k[bidb + 1] - p.cu_seqlens_k[bidb];
     row -= first;
   }
+  if (seqlen_k == 0) return DqSource::kZero;
   if constexpr (Config::kSkipsUnseeing) {
     const int unseeing = Mask(seqlen_q, seqlen_k, p.window_left, p.window_right).first_query();
-    if (row < unseeing) return false;
+    if (row < unseeing) return DqSource::kZero;
     seqlen_q -= unseeing;
     row -= unseeing;
   }
   const BlockRange keys = Mask(seqlen_q, seqlen_k, p.window_left, p.window_right)
                               .key_blocks<Config::kBlockM, Config::kBlockN>(row / Config::kBlockM);
-  return walks<Config>(seqlen_q, seqlen_k) ? keys.first < keys.last : keys.last - keys.first == 1;
+  const bool direct =
+      walks<Config>(seqlen_q, seqlen_k) ? keys.first < keys.last : keys.last - keys.first == 1;
+  return direct ? DqSource::kDirect : DqSource::kAccumulator;
 }
 
 // One thread block: kPreprocessRows rows of one head. grid = batch * nheads_q * ceil(rows / kPreprocessRows);
@@ -56,17 +62,17 @@ __global__ void __launch_bounds__(kPreprocessThreads)
 
   if constexpr (Config::kStartsEarly) {
     ptx::let_next_kernel_start();  // it waits for all of this by itself
-    if (p.cu_seqlens_q == nullptr && blockIdx.x == 0 && threadIdx.x == 0) p.tiles[1] = p.tiles[3] = 0;
+    if (p.cu_seqlens_q == nullptr && blockIdx.x == 0 && threadIdx.x == 0) p.tiles[1] = 0;
   }
   const int64_t threads = static_cast<int64_t>(gridDim.x) * kPreprocessThreads;
   for (int64_t i = static_cast<int64_t>(blockIdx.x) * kPreprocessThreads + threadIdx.x; i < semaphores;
        i += threads)
     p.dq_semaphore[i] = 0;
   if constexpr (Config::kConvertsDq) {
-    const int heads = (p.cu_seqlens_q == nullptr ? p.batch : 1) * p.nheads_kv;
-    for (int64_t i = static_cast<int64_t>(blockIdx.x) * kPreprocessThreads + threadIdx.x; i < heads;
-         i += threads)
-      p.tiles_done[i] = 0;
+    auto* const numbers = reinterpret_cast<int32_t*>(p.conversions.pieces);
+    for (int64_t i = static_cast<int64_t>(blockIdx.x) * kPreprocessThreads + threadIdx.x;
+         i < p.conversions.numbers; i += threads)
+      numbers[i] = 0;
   }
 
   float sum = 0.f;
@@ -83,10 +89,19 @@ __global__ void __launch_bounds__(kPreprocessThreads)
       a[i] = exists ? *reinterpret_cast<const uint4*>(out + (i * 8 + lane) * 8) : make_uint4(0, 0, 0, 0);
       b[i] = exists ? *reinterpret_cast<const uint4*>(dout + (i * 8 + lane) * 8) : make_uint4(0, 0, 0, 0);
     }
-    if (!dq_is_direct<Config>(p, row))
+    const DqSource source = dq_source<Config>(p, row);
+    if (Config::kConvertsDq && source == DqSource::kZero) {
+      auto* dq = static_cast<Element*>(p.dq) + bidb * p.dq_strides.batch +
+                 static_cast<int64_t>(row) * p.dq_strides.row + head * p.dq_strides.head;
+#pragma unroll
+      for (int i = 0; i < (kHeadDim + 63) / 64; ++i)
+        if ((i * 8 + lane) * 8 < p.headdim)
+          *reinterpret_cast<uint4*>(dq + (i * 8 + lane) * 8) = make_uint4(0, 0, 0, 0);
+    } else if (source != DqSource::kDirect) {
 #pragma unroll
       for (int i = 0; i < kHeadDim / 32; ++i)
         *reinterpret_cast<float4*>(accum + (i * 8 + lane) * 4) = make_float4(0.f, 0.f, 0.f, 0.f);
+    }
 #pragma unroll
     for (int i = 0; i < (kHeadDim + 63) / 64; ++i) {
       const uint32_t* x = reinterpret_cast<const uint32_t*>(&a[i]);

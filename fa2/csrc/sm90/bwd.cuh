@@ -23,9 +23,9 @@
 // consumers. dQ is a block behind, so that neither consumer has to wait for the other's dS: the second one
 // stays half a block behind the first, and its products run while the first makes exponentials, and the other
 // way round. Before this kernel sm80/bwd_preprocess.cuh has made lse_log2, delta and a zeroed accumulator.
-// What is summed there becomes dq when all tiles of a key head are done: the warp that hands out the tiles
-// converts it meanwhile (not when deterministic), and the consumers what is left behind their last tile.
-// Shapes: Q, dO, dQ kBlockM x kHeadDim; K, V kBlockN x kHeadDim; S^T, dS^T 64 x kBlockM a consumer.
+// What is summed there becomes dq when all tiles of a sequence's key head are done: the warp that hands out
+// the tiles converts it meanwhile (not when deterministic), and the consumers what is left behind their last
+// tile. Shapes: Q, dO, dQ kBlockM x kHeadDim; K, V kBlockN x kHeadDim; S^T, dS^T 64 x kBlockM a consumer.
 // Read first: config.h, pipeline.cuh, fwd.cuh.
 #pragma once
 #include "../ptx/global.cuh"
@@ -133,27 +133,22 @@ __global__ void __launch_bounds__(Config::kThreads, 1) attention_bwd(__grid_cons
         // lane looks: the others might see the place free, or free again, at another moment.
         Conversion<Element, Config> conversion(p, blocks);
         enum { kWaiting, kHandedOut, kNoMore };
-        bool more = true, first = true;
-        for (;;) {
-          const bool busy = !first && conversion.take(lane);
-          first = false;
-          if (!more && !busy) return;
-          int state = kWaiting;
-          if (more && lane == 0) {
-            const uint32_t place = barrier(Barrier::kTileEmpty + work_slot.index);
-            if (!busy) ptx::mbarrier_wait(place, work_slot.parity ^ 1);
-            if (!busy || ptx::mbarrier_test(place, work_slot.parity ^ 1))
-              state = hand_out().tile.block >= 0 ? kHandedOut : kNoMore;
-          }
+        for (int state = kHandedOut; state != kNoMore;) {
+          state = kWaiting;
+          if (lane == 0 &&
+              ptx::mbarrier_test(barrier(Barrier::kTileEmpty + work_slot.index), work_slot.parity ^ 1))
+            state = hand_out().tile.block >= 0 ? kHandedOut : kNoMore;
           state = __shfl_sync(kFullWarp, state, 0);
-          if (state == kNoMore) more = false;
-          if (state != kWaiting || !busy) continue;
-          if (conversion.is_ready(lane)) {
-            conversion.template convert<4>(lane);
+          if (state != kWaiting) continue;
+          const uint64_t piece = conversion.look(lane);
+          if (piece & conversion.kIsPiece) {
+            conversion.template convert<4>(piece, lane);
           } else {
             __nanosleep(256);
           }
         }
+        conversion.template convert_the_rest<4>(lane);
+        return;
       }
       if (!ptx::elect_one()) return;
       // A tile that others wait for is not kept back: it is taken when the one before is about to end.
@@ -269,12 +264,9 @@ __global__ void __launch_bounds__(Config::kThreads, 1) attention_bwd(__grid_cons
     }
 
     // Warp 3 adds dQ to the accumulator.
-    if (!ptx::elect_one()) return;
     uint32_t turn_parity = 0;
     Slot<Config::kDqStages> slot_dq;
-    for (;;) {
-      const BwdWork& work = next_work();
-      if (work.tile.block < 0) return;
+    const auto add_tile = [&](const BwdWork& work) {
 #pragma unroll 1
       for (QuerySteps steps(work, group); steps.left > 0; steps.next(work, group)) {
         if (writes_dq<kBlockM, kBlockN>(work.mask(p), steps.m_block)) continue;
@@ -306,8 +298,15 @@ __global__ void __launch_bounds__(Config::kThreads, 1) attention_bwd(__grid_cons
       }
       ptx::tma_store_wait();  // all has been added
       ptx::fence_async_proxy_global();
-      ptx::red_release_add(p.tiles_done + work.bidb * p.nheads_kv + work.tile.bidh, 1);
-      end_work();
+    };
+    for (;;) {
+      const BwdWork& work = next_work();
+      if (work.tile.block < 0) return;
+      if (lane == 0) add_tile(work);
+      Conversion<Element, Config>::end_tile(p, work, lane);
+      __syncwarp();
+      if (lane == 0) ptx::mbarrier_arrive(barrier(Barrier::kTileEmpty + work_slot.index));
+      work_slot.next();
     }
   }
 
@@ -550,12 +549,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1) attention_bwd(__grid_cons
     if (lane == 0) ptx::mbarrier_arrive(barrier(Barrier::kTileEmpty + work_slot.index));
     work_slot.next();
   }
-  // What is left to convert.
-  Conversion<Element, Config> conversion(p, blocks_of_a_head<kBlockN>(p));
-  while (conversion.take(lane)) {
-    while (!conversion.is_ready(lane)) __nanosleep(64);
-    conversion.template convert<kHeadDim / 4 % 16 == 0 ? 16 : 12>(lane);
-  }
+  Conversion<Element, Config>(p, blocks_of_a_head<kBlockN>(p))
+      .template convert_the_rest<kHeadDim / 4 % 16 == 0 ? 16 : 12>(lane);
   if (leader) ptx::tma_store_wait_read();  // shared memory must outlive the last store
 }
 

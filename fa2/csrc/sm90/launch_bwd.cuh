@@ -23,9 +23,9 @@ constexpr auto bwd_kernel() {
   }
 }
 
-// dK, dV and what is added to dQ, of all tiles of keys. converted: whether the kernel makes all of dq.
+// dK, dV and what is added to dQ, of all tiles of keys.
 template <class Element, class Config>
-cudaError_t launch_bwd_tiles(const BwdParams& p, cudaStream_t stream, bool& converted) {
+cudaError_t launch_bwd_tiles(const BwdParams& p, cudaStream_t stream) {
   constexpr int kBlockN = Config::kBlockN, kCluster = Config::kCluster;
   constexpr auto kernel = bwd_kernel<Element, Config>();
   static std::atomic<uint64_t> devices;
@@ -40,10 +40,8 @@ cudaError_t launch_bwd_tiles(const BwdParams& p, cudaStream_t stream, bool& conv
       p.nheads_kv;
   const int rows_q = varlen ? p.total_q : p.seqlen_q, rows_k = varlen ? p.total_k : p.seqlen_k;
   if (tiles == 0 || rows_k == 0) return cudaSuccess;
-  const int64_t conversions = ceil_div(rows_q, 32) * p.nheads_kv * static_cast<int64_t>(varlen ? 1 : p.batch);
-  converted = Config::kConvertsDq;
   // They are counted in ints.
-  if (std::max(tiles, conversions) > 0x7fffffff - 64 * sms) return cudaErrorInvalidConfiguration;
+  if (std::max(tiles, p.conversions.capacity) > 0x7fffffff - 64 * sms) return cudaErrorInvalidConfiguration;
 
   BwdArguments a;
   a.p = p;
@@ -95,15 +93,17 @@ cudaError_t launch_bwd_all(const BwdParams& p, cudaStream_t stream) {
   } else {
     error = launch(reset_handed_out, 1, 1, 0, stream, p.tiles);
   }
-  bool converted = false;
-  if (error == cudaSuccess) error = launch_bwd_tiles<Element, Config>(p, stream, converted);
-  if (error != cudaSuccess || converted) return error;
-  const int64_t groups = static_cast<int64_t>(rows) * (kHeadDim / 16);
-  const int64_t chunks = ceil_div(groups, sm80::kConvertGroups) * (varlen ? 1 : p.batch);
-  const bool many = chunks * p.nheads_q >= sm80::kConvertManyBlocks;
-  const int head_slots = many ? static_cast<int>(ceil_div(p.nheads_q, sm80::kConvertHeads)) : p.nheads_q;
-  return launch_early(sm80::bwd_convert_dq<Element, Config>, 1, chunks * head_slots, sm80::kConvertThreads, 0,
-                      stream, p, rows, head_slots);
+  if (error == cudaSuccess) error = launch_bwd_tiles<Element, Config>(p, stream);
+  if constexpr (!Config::kConvertsDq) {
+    if (error != cudaSuccess) return error;
+    const int64_t groups = static_cast<int64_t>(rows) * (kHeadDim / 16);
+    const int64_t chunks = ceil_div(groups, sm80::kConvertGroups) * (varlen ? 1 : p.batch);
+    const bool many = chunks * p.nheads_q >= sm80::kConvertManyBlocks;
+    const int head_slots = many ? static_cast<int>(ceil_div(p.nheads_q, sm80::kConvertHeads)) : p.nheads_q;
+    error = launch_early(sm80::bwd_convert_dq<Element, Config>, 1, chunks * head_slots, sm80::kConvertThreads,
+                         0, stream, p, rows, head_slots);
+  }
+  return error;
 }
 
 template <DType kDType, int kHeadDim>

@@ -25,12 +25,12 @@ inline __host__ __device__ int work_class(unsigned work) {
   return log2 * 4 + static_cast<int>(work >> (log2 - 2) & 3) - 4;
 }
 
-// tiles[0] becomes the count, tiles[1] and tiles[3] 0 (persistent kernels count there what was handed out),
-// tiles[2] the length of the longest "other" sequence; entry i, a pair (sequence, block), lies at tiles[4 + 2
-// * i]. side "own": the tokens that the tiles cut; "other": those that each tile loops over. A sequence with
-// at most kWalk tokens on either side gets one tile. kSm: the family that launches it. From 90 on the kernel
-// behind it may start early. (Two families must not share a function: each is compiled for other
-// architectures, and the linker keeps one.)
+// tiles[0] becomes the count, tiles[1] 0 (persistent kernels count there what was handed out), tiles[2] the
+// length of the longest "other" sequence; entry i, a pair (sequence, block), lies at tiles[4 + 2 * i]. side
+// "own": the tokens that the tiles cut; "other": those that each tile loops over. A sequence with at most
+// kWalk tokens on either side gets one tile.
+// kSm: the family that launches it. From 90 on the kernel behind it may start early. (Two families must not
+// share a function: each is compiled for other architectures, and the linker keeps one.)
 template <int kBlock, bool kReversed, int kSm, int kWalk = 0>
 __global__ void __launch_bounds__(kScheduleThreads)
     schedule_tiles(const int* cu_seqlens_own, const int* cu_seqlens_other, int total_own, int batch,
@@ -72,8 +72,7 @@ __global__ void __launch_bounds__(kScheduleThreads)
       if (lane >= distance) before += other;
     }
     if (lane == 31)
-      tiles[0] = min(before, tile_capacity(total_own, batch, kBlock)), tiles[1] = tiles[3] = 0,
-      tiles[2] = longest;
+      tiles[0] = min(before, tile_capacity(total_own, batch, kBlock)), tiles[1] = 0, tiles[2] = longest;
     before -= sum;
 #pragma unroll
     for (int i = 0; i < 4; ++i) next[kClasses - 1 - (lane * 4 + i)] = before + sums[i];

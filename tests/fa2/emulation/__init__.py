@@ -132,7 +132,7 @@ class _Call(ctypes.Structure):
         *((n, _Tensor) for n in ("q", "k", "v", "out")),
         ("softmax_lse", ctypes.c_void_p),
         *((n, _Tensor) for n in ("dout", "dq", "dk", "dv")),
-        *((n, ctypes.c_void_p) for n in ("lse_log2", "delta", "dq_accum", "dq_semaphore", "tiles_done")),
+        *((n, ctypes.c_void_p) for n in ("lse_log2", "delta", "dq_accum", "dq_semaphore", "conversions")),
     )
 
 
@@ -155,6 +155,7 @@ class Kernel:
         self._library.emulation_error.restype = ctypes.c_char_p
         self._library.emulation_tile_list_size.restype = ctypes.c_int64
         self._library.emulation_semaphores.restype = ctypes.c_int64
+        self._library.emulation_conversions.restype = ctypes.c_int64
         self._library.emulation_start.argtypes = [ctypes.c_uint64, ctypes.c_int, ctypes.c_int]
         self._library.emulation_allow.argtypes = [ctypes.c_void_p, ctypes.c_uint64]
 
@@ -226,7 +227,10 @@ class Kernel:
             call.dq, call.dk, call.dv = map(tensor, results)
             call.lse_log2, call.delta = (address(_poisoned(lse_shape, torch.float32)) for _ in range(2))
             call.dq_accum = address(_poisoned((*lse_shape, self.headdim), torch.float32))
-            call.tiles_done = address(_poisoned(((1 if varlen else batch) * k.shape[-2],), torch.int32))
+            numbers = self._library.emulation_conversions(
+                *map(ctypes.c_int64, (tokens, batch, heads, k.shape[-2]))
+            )
+            call.conversions = address(_poisoned((numbers,), torch.int32))
             if deterministic:
                 numbers = self._library.emulation_semaphores(*map(ctypes.c_int64, (tokens, batch, heads)))
                 call.dq_semaphore = address(_poisoned((numbers,), torch.int32))

@@ -25,7 +25,8 @@ struct Call {
   // backward
   Tensor dout, dq, dk, dv;
   float *lse_log2, *delta, *dq_accum;
-  int32_t *dq_semaphore, *tiles_done;
+  int32_t* dq_semaphore;
+  void* conversions;
 };
 
 fa2::Strides strides(const Tensor& x) {
@@ -72,7 +73,10 @@ extern "C" int emulation_run(const Call* call) {
   p.delta = call->delta;
   p.dq_accum = call->dq_accum;
   p.dq_semaphore = call->dq_semaphore;
-  p.tiles_done = call->tiles_done;
+  const int64_t tokens = p.cu_seqlens_q != nullptr ? p.total_q : static_cast<int64_t>(p.batch) * p.seqlen_q;
+  p.conversions =
+      fa2::conversion_queue(call->conversions, fa2::conversion_pieces(tokens, p.batch, p.nheads_q),
+                            fa2::conversion_counters(p.batch, p.nheads_kv));
   const int error = fa2::FA2_FAMILY::launch_bwd<fa2::DType::FA2_DTYPE, FA2_HEADDIM FA2_GRANT>(p, nullptr);
 #else
   fa2::FwdParams p{};
@@ -90,6 +94,11 @@ extern "C" int emulation_run(const Call* call) {
 
 extern "C" int64_t emulation_tile_list_size(int64_t total, int64_t batch) {
   return fa2::tile_list_size(total, batch);
+}
+
+extern "C" int64_t emulation_conversions(int64_t tokens, int64_t batch, int64_t nheads_q, int64_t nheads_kv) {
+  const int64_t pieces = fa2::conversion_pieces(tokens, batch, nheads_q);
+  return fa2::conversion_queue(nullptr, pieces, fa2::conversion_counters(batch, nheads_kv)).numbers;
 }
 
 extern "C" int64_t emulation_semaphores(int64_t tokens, int64_t batch, int64_t nheads) {

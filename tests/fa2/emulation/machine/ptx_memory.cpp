@@ -57,6 +57,13 @@ void load_acquire(const Call& call) {
   call.set(0, *source);
 }
 
+void load_acquire_long(const Call& call) {
+  auto* source = reinterpret_cast<const uint64_t*>(call.address(1));
+  check_global(source, 8, "ld.acquire");
+  poll();
+  call.set(0, *source);
+}
+
 void load_floats(const Call& call) {
   auto* source = reinterpret_cast<const float*>(call.address(1));
   check_global(source, 16, "ld");
@@ -170,6 +177,7 @@ Handler find_shared_memory(const std::string& opcode) {
       {"red.release.gpu.global.add.s32", red_add_int},
       {"red.relaxed.gpu.global.add.s32", red_add_int},
       {"ld.acquire.gpu.global.s32", load_acquire},
+      {"ld.acquire.gpu.global.u64", load_acquire_long},
       {"ld.global.cg.v4.f32", load_floats},
       {"cp.async.cg.shared.global.L2::128B", cp_async},
       {"cp.async.cg.shared.global", cp_async},
