@@ -41,8 +41,8 @@ class Stopwatch:
         return [start.elapsed_time(end) for start, end in events]
 
     def interleaved(self, calls: Mapping[str, Call], rounds: int, runs: Mapping[str, int]) -> dict[str, dict[str, Any]]:
-        """Every call in each round, `runs` times in all: median ms, spread and n. Each round begins with another call:
-        who runs behind a call that heats the GPU is slower.
+        """Every call in each round, `runs` times in all: median ms, spread and n. Each round begins with another call,
+        and every other one goes backwards: who runs behind a call that heats the GPU is slower.
 
         The spread is the difference between the rounds' own medians, over the median: what a single reading may be off.
         """
@@ -53,7 +53,8 @@ class Stopwatch:
         names = list(calls)
         for i in range(rounds):
             first = i * len(names) // rounds
-            for name in names[first:] + names[:first]:
+            order = names[first:] + names[:first]
+            for name in order if i % 2 == 0 else reversed(order):
                 by_round[name].append(self.times(calls[name], -(-runs[name] // rounds)))
         result = {}
         for name, readings in by_round.items():

@@ -118,8 +118,10 @@ __global__ void __launch_bounds__(Config::kThreads, 1) attention_bwd(__grid_cons
       const HeadOrder order(a, blocks, gridDim.x);
       // Also the first one comes from the counter: a tile may wait for the dQ of those before it, so they
       // must have been taken by blocks that run.
-      const auto hand_out = [&]() -> const BwdWork& {
-        const BwdWork work = decode<kBlockM, kBlockN>(p, atomicAdd(p.tiles + 1, 1), blocks, order);
+      const auto take_tile = [&] {
+        return decode<kBlockM, kBlockN>(p, atomicAdd(p.tiles + 1, 1), blocks, order);
+      };
+      const auto hand_out = [&](const BwdWork& work) -> const BwdWork& {
         // Everyone has ended the tile before the last.
         ptx::mbarrier_wait(barrier(Barrier::kTileEmpty + work_slot.index), work_slot.parity ^ 1);
         BwdWork& handed_out = shared_work[work_slot.index];
@@ -132,19 +134,25 @@ __global__ void __launch_bounds__(Config::kThreads, 1) attention_bwd(__grid_cons
         // A tile is handed out as soon as there is a place for it; between two of them there is time. One
         // lane looks: the others might see the place free, or free again, at another moment.
         Conversion<Element, Config> conversion(p, blocks);
-        enum { kWaiting, kHandedOut, kNoMore };
-        for (int state = kHandedOut; state != kNoMore;) {
-          state = kWaiting;
-          if (lane == 0 &&
-              ptx::mbarrier_test(barrier(Barrier::kTileEmpty + work_slot.index), work_slot.parity ^ 1))
-            state = hand_out().tile.block >= 0 ? kHandedOut : kNoMore;
-          state = __shfl_sync(kFullWarp, state, 0);
-          if (state != kWaiting) continue;
+        BwdWork tile;
+        if (lane == 0) tile = take_tile();
+        bool more = true;
+        const auto hand_out_if_there_is_a_place = [&] {
+          if (lane == 0 && more &&
+              ptx::mbarrier_test(barrier(Barrier::kTileEmpty + work_slot.index), work_slot.parity ^ 1)) {
+            more = hand_out(tile).tile.block >= 0;
+            if (more) tile = take_tile();
+          }
+          more = __shfl_sync(kFullWarp, static_cast<int>(more), 0) != 0;
+        };
+        for (;;) {
+          hand_out_if_there_is_a_place();
+          if (!more) break;
           const uint64_t piece = conversion.look(lane);
           if (piece & conversion.kIsPiece) {
-            conversion.template convert<4>(piece, lane);
+            conversion.template convert<4>(piece, lane, hand_out_if_there_is_a_place);
           } else {
-            __nanosleep(256);
+            __nanosleep(128);
           }
         }
         conversion.template convert_the_rest<4>(lane);
@@ -154,12 +162,12 @@ __global__ void __launch_bounds__(Config::kThreads, 1) attention_bwd(__grid_cons
       // A tile that others wait for is not kept back: it is taken when the one before is about to end.
       constexpr int kAhead = 3;
       uint32_t added_parity = 0;
-      const BwdWork* work = &hand_out();
+      const BwdWork* work = &hand_out(take_tile());
       while (work->tile.block >= 0) {
         const BwdWork* next = nullptr;
 #pragma unroll 1
         for (QuerySteps steps(*work, group);; steps.next(*work, group)) {
-          if (next == nullptr && steps.left <= kAhead) next = &hand_out();
+          if (next == nullptr && steps.left <= kAhead) next = &hand_out(take_tile());
           if (steps.left == 0) break;
           if (writes_dq<kBlockM, kBlockN>(work->mask(p), steps.m_block)) continue;
           ptx::mbarrier_wait(barrier(Barrier::kAddedFull), added_parity);

@@ -202,15 +202,15 @@ struct Conversion {
     if (!needed(p)) return;
     int32_t* const counters = p.conversions.counters;
     const int tiles_here = (work.seqlen_k + kBlockN - 1) / kBlockN;
-    int done = 0;
-    if (lane == 0) {
+    int done = 1;
+    if (lane == 0 && tiles_here > 1) {
       __threadfence();
       done =
           1 +
           atomicAdd(counters + ConversionQueue::kCounters + work.tile.bidb * p.nheads_kv + work.tile.bidh, 1);
     }
     if (__shfl_sync(kFullWarp, done, 0) != tiles_here) return;
-    __threadfence();  // what all tiles added comes before what says so
+    if (tiles_here > 1) __threadfence();  // what all tiles added comes before what says so
     const Mask mask = work.mask(p);
     const int group = p.nheads_q / p.nheads_kv;
 #pragma unroll 1
@@ -262,9 +262,9 @@ struct Conversion {
     return static_cast<uint64_t>(high) << 32 | low;
   }
 
-  // kAtOnce: loads of 16 bytes in flight.
-  template <int kAtOnce>
-  __device__ __forceinline__ void convert(uint64_t piece, int lane) {
+  // kAtOnce: loads of 16 bytes in flight. between(): called behind each round of them.
+  template <int kAtOnce, class Between>
+  __device__ __forceinline__ void convert(uint64_t piece, int lane, const Between& between) {
     constexpr int kLanesPerRow = kHeadDim / 4;
     static_assert(kLanesPerRow % kAtOnce == 0, "whole rounds");
     __syncwarp();  // lane 0 has seen that all is there
@@ -296,6 +296,7 @@ struct Conversion {
         if (row < rows && column < p.headdim)
           *reinterpret_cast<uint2*>(dq + row * p.dq_strides.row + column) = values;
       }
+      between();
     }
   }
 
@@ -308,7 +309,7 @@ struct Conversion {
       if (piece == kNotYet) {
         __nanosleep(128);
       } else {
-        convert<kAtOnce>(piece, lane);
+        convert<kAtOnce>(piece, lane, [] {});
       }
     }
   }
