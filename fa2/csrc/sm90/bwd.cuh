@@ -70,7 +70,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1) attention_bwd(__grid_cons
     ptx::mbarrier_init(barrier(Barrier::kKFull), 1);
     ptx::mbarrier_init(barrier(Barrier::kVFull), 1);
     ptx::mbarrier_init(barrier(Barrier::kKVEmpty), kConsumers * 4);
-    for (int single : {Barrier::kTurnFull, Barrier::kTurnEmpty, Barrier::kAddedFull, Barrier::kAddedEmpty})
+    for (int single : {Barrier::kTurnFull, Barrier::kTurnEmpty, Barrier::kAddedFull, Barrier::kAddedEmpty,
+                       Barrier::kNearEnd})
       ptx::mbarrier_init(barrier(single), 1);
     for (int i = 0; i < Config::kDqStages; ++i) {
       ptx::mbarrier_init(barrier(Barrier::kDqFull + i), kConsumers * 4);
@@ -131,26 +132,35 @@ __global__ void __launch_bounds__(Config::kThreads, 1) attention_bwd(__grid_cons
         return handed_out;
       };
       if (p.dq_semaphore == nullptr) {
-        // A tile is handed out as soon as there is a place for it; between two of them there is time. One
-        // lane looks: the others might see the place free, or free again, at another moment.
+        // The next tile is taken when the one before is nearly loaded: early enough, and no sooner, because
+        // who takes one early may keep it from a block that has nothing to do. In between there is time. One
+        // lane looks at the barriers: the others might see them at another moment.
         Conversion<Element, Config> conversion(p, blocks);
         BwdWork tile;
+        bool taken = true, more = true;
+        uint32_t near_end_parity = 0;
         if (lane == 0) tile = take_tile();
-        bool more = true;
-        const auto hand_out_if_there_is_a_place = [&] {
-          if (lane == 0 && more &&
-              ptx::mbarrier_test(barrier(Barrier::kTileEmpty + work_slot.index), work_slot.parity ^ 1)) {
-            more = hand_out(tile).tile.block >= 0;
-            if (more) tile = take_tile();
+        const auto hand_out_in_time = [&] {
+          if (lane == 0 && more) {
+            if (!taken && ptx::mbarrier_test(barrier(Barrier::kNearEnd), near_end_parity)) {
+              near_end_parity ^= 1;
+              tile = take_tile();
+              taken = true;
+            }
+            if (taken &&
+                ptx::mbarrier_test(barrier(Barrier::kTileEmpty + work_slot.index), work_slot.parity ^ 1)) {
+              more = hand_out(tile).tile.block >= 0;
+              taken = false;
+            }
           }
           more = __shfl_sync(kFullWarp, static_cast<int>(more), 0) != 0;
         };
         for (;;) {
-          hand_out_if_there_is_a_place();
+          hand_out_in_time();
           if (!more) break;
           const uint64_t piece = conversion.look(lane);
           if (piece & conversion.kIsPiece) {
-            conversion.template convert<4>(piece, lane, hand_out_if_there_is_a_place);
+            conversion.template convert<4>(piece, lane, hand_out_in_time);
           } else {
             __nanosleep(128);
           }
@@ -200,6 +210,15 @@ __global__ void __launch_bounds__(Config::kThreads, 1) attention_bwd(__grid_cons
         if (work.tile.block < 0) return;
         const Rows rows_q(varlen, work.bidb, work.first_q, work.seqlen_q, work.unseeing);
         QuerySteps steps(work, group);
+        constexpr int kNear = 2;
+        bool near_end = false;
+        const auto say_when_near_the_end = [&] {
+          if (!near_end && steps.left <= kNear) {
+            near_end = true;
+            ptx::mbarrier_arrive(barrier(Barrier::kNearEnd));
+          }
+        };
+        say_when_near_the_end();
         const auto load_queries = [&] {
           ptx::mbarrier_wait(barrier(Barrier::kQEmpty + slot.index), slot.parity ^ 1);
           load(&a.q, Config::kQ + slot.index * Config::kQ_bytes, Barrier::kQFull + slot.index,
@@ -208,6 +227,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1) attention_bwd(__grid_cons
                Config::kQ_bytes, kBlockM * Slab::kRow_bytes, rows_q, steps.m_block * kBlockM, steps.head);
           slot.next();
           steps.next(work, group);
+          say_when_near_the_end();
         };
         // A tile without queries takes no part in the turns of K and V: its consumers wait for no keys, and
         // could end it before this has waited for the tile before.

@@ -108,7 +108,8 @@ struct BwdTile {
     static constexpr int kQFull = kDsEmpty + kDsStages;  // a stage's Q
     static constexpr int kDoFull = kQFull + kStages;     // its dO, lse, delta and BwdStep
     static constexpr int kQEmpty = kDoFull + kStages;    // all of them have been read
-    static constexpr int kCount = kQEmpty + kStages;
+    static constexpr int kNearEnd = kQEmpty + kStages;   // few of the tile's loads are left
+    static constexpr int kCount = kNearEnd + 1;
   };
   static constexpr int kShared_bytes = kBarriers + Barrier::kCount * 8;
   static_assert(kShared_bytes <= 227 * 1024, "a thread block has 227 KB");
