@@ -666,7 +666,7 @@ FAULTS = {
         256,
     ),
     "nobody says that a tile's loads have begun": Fault(
-        PAIR, "if (p.dq_semaphore != nullptr && rank == 0) ptx::mbarrier_arrive(barrier(Barrier::kLoaded));", "", 256
+        PAIR, "if (rank == 0) ptx::mbarrier_arrive(barrier(Barrier::kLoaded));", "", 256
     ),
     "the first tile waits for loads": Fault(PAIR, "uint32_t loaded_parity = 1;", "uint32_t loaded_parity = 0;", 256),
     "lse is not waited for": Fault(PAIR, "wait_do();  // lse comes with it", "", 256),

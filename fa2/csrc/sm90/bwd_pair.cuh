@@ -105,11 +105,10 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
       const HeadOrder order(a, blocks, gridDim.x / 2);
       uint32_t loaded_parity = 1;  // the first tile waits for nothing
       for (;;) {
-        if (p.dq_semaphore != nullptr) {
-          // A tile that others wait for is not kept back: it is taken when the one before is about to end.
-          ptx::mbarrier_wait(barrier(Barrier::kLoaded), loaded_parity);
-          loaded_parity ^= 1;
-        }
+        // Taken when the one before is about to end, and no sooner: others may wait for what it adds, or have
+        // nothing to do.
+        ptx::mbarrier_wait(barrier(Barrier::kLoaded), loaded_parity);
+        loaded_parity ^= 1;
         const BwdWork work = decode<kBlockM, kBlockN>(p, atomicAdd(p.tiles + 1, 1), blocks, order);
         // Everyone has ended the tile before the last.
         ptx::mbarrier_wait_cluster(barrier(Barrier::kTileEmpty + work_slot.index), work_slot.parity ^ 1);
@@ -181,7 +180,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
         }
 #pragma unroll 1
         while (steps.left > 0) load_queries();
-        if (p.dq_semaphore != nullptr && rank == 0) ptx::mbarrier_arrive(barrier(Barrier::kLoaded));
+        if (rank == 0) ptx::mbarrier_arrive(barrier(Barrier::kLoaded));
         end_work();
       }
     } else if (warp == 2) {  // lse and delta, and what each step is

@@ -159,7 +159,7 @@ struct BwdPairTile {
     static constexpr int kPFull = 7, kDsFull = 8;  // in the one place
     static constexpr int kOtherFull = 9;           // the other block's dS has arrived
     static constexpr int kDsEmpty = 10;            // dS has been read, here and in the other block
-    static constexpr int kLoaded = 11;             // deterministic: the tile's loads have begun
+    static constexpr int kLoaded = 11;             // the tile's loads have begun
     static constexpr int kQFull = 12, kDoFull = kQFull + kStages;
     static constexpr int kQEmpty = kDoFull + kStages;  // read in both blocks, because copies go to both
     static constexpr int kCount = kQEmpty + kStages;
