@@ -592,14 +592,20 @@ FAULTS = {
         PARTS, "work.tile.bidb * p.nheads_kv + work.tile.bidh, 1)", "work.tile.bidh, 1)"
     ),
     "odd rows are converted as even ones": Fault(PARTS, "^ ((first + row) & 1)", "^ 0"),
-    "the last rows are not converted": Fault(PARTS, "const bool wanted = row < work.seqlen_q", "const bool wanted = row + 31 < work.seqlen_q"),
-    "one head of a group is converted": Fault(PARTS, "for (int i = 0; i < group; ++i) {", "for (int i = 0; i < 1; ++i) {"),
+    "the last rows are not converted": Fault(
+        PARTS, "const bool wanted = row < work.seqlen_q", "const bool wanted = row + 31 < work.seqlen_q"
+    ),
+    "one head of a group is converted": Fault(
+        PARTS, "for (int i = 0; i < group; ++i) {", "for (int i = 0; i < 1; ++i) {"
+    ),
     "rows that tiles have written are converted": Fault(
         PARTS, " && !writes_dq<kBlockM, kBlockN>(mask, row / kBlockM);", ";"
     ),
     "done tiles are not counted from 0": Fault(PREPROCESS, "numbers[i] = 0;", ";"),
     "rows without a tile are not set to 0": Fault(PREPROCESS, "source == DqSource::kZero) {", "false) {"),
-    "the last tiles are not waited for": Fault(PARTS, "piece = kNoMore;", "piece = kNoMore;\n      if (piece == kNotYet) piece = kNoMore;"),
+    "the last tiles are not waited for": Fault(
+        PARTS, "ptx::load_acquire(p.conversions.counters + ConversionQueue::kTilesDone) == tiles", "true"
+    ),
     # two blocks
     "the other's dS is not waited for": Fault(
         PAIR,

@@ -227,9 +227,7 @@ class Kernel:
             call.dq, call.dk, call.dv = map(tensor, results)
             call.lse_log2, call.delta = (address(_poisoned(lse_shape, torch.float32)) for _ in range(2))
             call.dq_accum = address(_poisoned((*lse_shape, self.headdim), torch.float32))
-            numbers = self._library.emulation_conversions(
-                *map(ctypes.c_int64, (tokens, batch, heads, k.shape[-2]))
-            )
+            numbers = self._library.emulation_conversions(*map(ctypes.c_int64, (tokens, batch, heads, k.shape[-2])))
             call.conversions = address(_poisoned((numbers,), torch.int32))
             if deterministic:
                 numbers = self._library.emulation_semaphores(*map(ctypes.c_int64, (tokens, batch, heads)))
