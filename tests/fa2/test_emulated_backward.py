@@ -601,7 +601,11 @@ FAULTS = {
     "rows that tiles have written are converted": Fault(
         PARTS, " && !writes_dq<kBlockM, kBlockN>(mask, row / kBlockM);", ";"
     ),
-    "done tiles are not counted from 0": Fault(PREPROCESS, "numbers[i] = 0;", ";"),
+    "done tiles are not counted from 0": Fault(
+        PREPROCESS,
+        "numbers[i] = 0;",
+        "if (i < 2 * p.conversions.capacity + ConversionQueue::kCounters) numbers[i] = 0;",
+    ),
     "rows without a tile are not set to 0": Fault(PREPROCESS, "source == DqSource::kZero) {", "false) {"),
     "the last tiles are not waited for": Fault(
         PARTS, "ptx::load_acquire(p.conversions.counters + ConversionQueue::kTilesDone) == tiles", "true"
