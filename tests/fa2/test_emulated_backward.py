@@ -586,7 +586,9 @@ FAULTS = {
     "heads are mixed up": Fault(PARTS, "head -= group, m_block", "m_block"),
     "the walk down begins too low": Fault(PARTS, "work.blocks.last - 1) {}", "work.blocks.last - 2) {}"),
     # conversion
-    "a conversion does not wait": Fault(PARTS, "__shfl_sync(kFullWarp, done, 0) != tiles_here", "false"),
+    "a conversion does not wait": Fault(
+        PARTS, "__shfl_sync(kFullWarp, done, 0) != tiles_here", "__shfl_sync(kFullWarp, done, 0) != 1"
+    ),
     "what was added last is not waited for": Fault(ONE, "ptx::tma_store_wait();  // all has been added", ""),
     "a tile counts for another sequence": Fault(
         PARTS, "work.tile.bidb * p.nheads_kv + work.tile.bidh, 1)", "work.tile.bidh, 1)"
@@ -601,10 +603,8 @@ FAULTS = {
     "rows that tiles have written are converted": Fault(
         PARTS, " && !writes_dq<kBlockM, kBlockN>(mask, row / kBlockM);", ";"
     ),
-    "done tiles are not counted from 0": Fault(
-        PREPROCESS,
-        "numbers[i] = 0;",
-        "if (i < 2 * p.conversions.capacity + ConversionQueue::kCounters) numbers[i] = 0;",
+    "done tiles are counted from 1": Fault(
+        PREPROCESS, "numbers[i] = 0;", "numbers[i] = i >= 2 * p.conversions.capacity + ConversionQueue::kCounters;"
     ),
     "rows without a tile are not set to 0": Fault(PREPROCESS, "source == DqSource::kZero) {", "false) {"),
     "the last tiles are not waited for": Fault(
