@@ -415,6 +415,7 @@ class Fault(NamedTuple):
 
 
 ONE, PAIR, PARTS, CONFIG = ("sm90/bwd.cuh", "sm90/bwd_pair.cuh", "sm90/bwd_parts.cuh", "sm90/config.h")
+QUEUE = "sm90/bwd_queue.cuh"
 PREPROCESS = "sm80/bwd_preprocess.cuh"
 DS_FULL = "ptx::mbarrier_arrive(barrier(Barrier::kDsFull) + step_count"
 DS_FULL_WAIT = "ptx::mbarrier_wait(barrier(Barrier::kDsFull) + count % 2 * 8, count / 2 % 2);"
@@ -587,28 +588,28 @@ FAULTS = {
     "the walk down begins too low": Fault(PARTS, "work.blocks.last - 1) {}", "work.blocks.last - 2) {}"),
     # conversion
     "a conversion does not wait": Fault(
-        PARTS, "__shfl_sync(kFullWarp, done, 0) != tiles_here", "__shfl_sync(kFullWarp, done, 0) != 1"
+        QUEUE, "__shfl_sync(kFullWarp, done, 0) != tiles_here", "__shfl_sync(kFullWarp, done, 0) != 1"
     ),
     "what was added last is not waited for": Fault(ONE, "ptx::tma_store_wait();  // all has been added", ""),
     "a tile counts for another sequence": Fault(
-        PARTS, "work.tile.bidb * p.nheads_kv + work.tile.bidh, 1)", "work.tile.bidh, 1)"
+        QUEUE, "work.tile.bidb * p.nheads_kv + work.tile.bidh, 1)", "work.tile.bidh, 1)"
     ),
-    "odd rows are converted as even ones": Fault(PARTS, "^ ((first + row) & 1)", "^ 0"),
+    "odd rows are converted as even ones": Fault(QUEUE, "^ ((first + row) & 1)", "^ 0"),
     "the last rows are not converted": Fault(
-        PARTS, "const bool wanted = row < work.seqlen_q", "const bool wanted = row + 31 < work.seqlen_q"
+        QUEUE, "const bool wanted = row < work.seqlen_q", "const bool wanted = row + 31 < work.seqlen_q"
     ),
     "one head of a group is converted": Fault(
-        PARTS, "for (int i = 0; i < group; ++i) {", "for (int i = 0; i < 1; ++i) {"
+        QUEUE, "for (int i = 0; i < group; ++i) {", "for (int i = 0; i < 1; ++i) {"
     ),
     "rows that tiles have written are converted": Fault(
-        PARTS, " && !writes_dq<kBlockM, kBlockN>(mask, row / kBlockM);", ";"
+        QUEUE, " && !writes_dq<kBlockM, kBlockN>(mask, row / kBlockM);", ";"
     ),
     "done tiles are counted from 1": Fault(
         PREPROCESS, "numbers[i] = 0;", "numbers[i] = i >= 2 * p.conversions.capacity + ConversionQueue::kCounters;"
     ),
     "rows without a tile are not set to 0": Fault(PREPROCESS, "source == DqSource::kZero) {", "false) {"),
     "the last tiles are not waited for": Fault(
-        PARTS, "ptx::load_acquire(p.conversions.counters + ConversionQueue::kTilesDone) == tiles", "true"
+        QUEUE, "ptx::load_acquire(p.conversions.counters + ConversionQueue::kTilesDone) == tiles", "true"
     ),
     # two blocks
     "the other's dS is not waited for": Fault(

@@ -41,6 +41,7 @@
 #include "../tile/seqlen.cuh"
 #include "../tile/softmax.cuh"
 #include "bwd_parts.cuh"
+#include "bwd_queue.cuh"
 #include "config.h"
 #include "pipeline.cuh"
 
