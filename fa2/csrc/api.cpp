@@ -317,9 +317,8 @@ void run_bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, const Tensor
   const int64_t tiles =
       scratch.take((lengths != nullptr ? tile_list_size(p.total_k, p.batch) : kTileListHead) * 4);
   const int64_t semaphore = scratch.take(deterministic ? semaphores(tokens, p.batch, p.nheads_q) * 4 : 0);
-  const int64_t pieces = conversion_pieces(tokens, p.batch, p.nheads_q);
-  const int64_t counters = conversion_counters(p.batch, p.nheads_kv);
-  const int64_t conversions = scratch.take(pieces * 8 + counters * 4);
+  p.conversions = conversion_queue(tokens, p.batch, p.nheads_q, p.nheads_kv);
+  const int64_t conversions = scratch.take(p.conversions.numbers * 4);
   Tensor buffer = scratch.beside(q);
   char* const base = static_cast<char*>(buffer.data_ptr());
   p.lse_log2 = reinterpret_cast<float*>(base + lse_log2);
@@ -327,7 +326,7 @@ void run_bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, const Tensor
   p.dq_accum = reinterpret_cast<float*>(base + dq_accum);
   p.tiles = reinterpret_cast<int32_t*>(base + tiles);
   p.dq_semaphore = deterministic ? reinterpret_cast<int32_t*>(base + semaphore) : nullptr;
-  p.conversions = conversion_queue(base + conversions, pieces, counters);
+  p.conversions.place(base + conversions);
   p.softmax_lse = static_cast<const float*>(lse.data_ptr());
   p.q = q.data_ptr();
   p.k = k.data_ptr();

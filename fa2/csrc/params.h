@@ -44,6 +44,11 @@ struct ConversionQueue {
   uint64_t* pieces;   // in the order in which they became ready; 0: not yet
   int32_t* counters;  // behind the pieces; behind these the tiles done of each sequence's key heads
   int64_t capacity, numbers;
+
+  void place(void* scratch) {
+    pieces = static_cast<uint64_t*>(scratch);
+    counters = reinterpret_cast<int32_t*>(pieces + capacity);
+  }
 };
 
 struct BwdParams : Problem {
@@ -68,17 +73,12 @@ inline int64_t semaphores(int64_t tokens, int64_t batch, int64_t nheads) {
 }
 
 constexpr int kConversionRows = 32;
-inline int64_t conversion_pieces(int64_t tokens, int64_t batch, int64_t nheads_q) {
-  return (tokens / kConversionRows + batch) * nheads_q;
-}
-// Varlen has one more sequence than the batch.
-inline int64_t conversion_counters(int64_t batch, int64_t nheads_kv) {
-  return ConversionQueue::kCounters + (batch + 1) * nheads_kv;
-}
-// scratch: of 8 bytes for each piece and 4 for each counter.
-inline ConversionQueue conversion_queue(void* scratch, int64_t pieces, int64_t counters) {
-  auto* const first = static_cast<uint64_t*>(scratch);
-  return {first, reinterpret_cast<int32_t*>(first + pieces), pieces, 2 * pieces + counters};
+// Not placed yet: it needs 4 bytes for each of its `numbers`.
+inline ConversionQueue conversion_queue(int64_t tokens, int64_t batch, int64_t nheads_q, int64_t nheads_kv) {
+  const int64_t pieces = (tokens / kConversionRows + batch) * nheads_q;
+  // Varlen has one more sequence than the batch.
+  const int64_t counters = ConversionQueue::kCounters + (batch + 1) * nheads_kv;
+  return {nullptr, nullptr, pieces, 2 * pieces + counters};
 }
 
 }  // namespace fa2

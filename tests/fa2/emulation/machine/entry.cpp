@@ -74,9 +74,8 @@ extern "C" int emulation_run(const Call* call) {
   p.dq_accum = call->dq_accum;
   p.dq_semaphore = call->dq_semaphore;
   const int64_t tokens = p.cu_seqlens_q != nullptr ? p.total_q : static_cast<int64_t>(p.batch) * p.seqlen_q;
-  p.conversions =
-      fa2::conversion_queue(call->conversions, fa2::conversion_pieces(tokens, p.batch, p.nheads_q),
-                            fa2::conversion_counters(p.batch, p.nheads_kv));
+  p.conversions = fa2::conversion_queue(tokens, p.batch, p.nheads_q, p.nheads_kv);
+  p.conversions.place(call->conversions);
   const int error = fa2::FA2_FAMILY::launch_bwd<fa2::DType::FA2_DTYPE, FA2_HEADDIM FA2_GRANT>(p, nullptr);
 #else
   fa2::FwdParams p{};
@@ -97,8 +96,7 @@ extern "C" int64_t emulation_tile_list_size(int64_t total, int64_t batch) {
 }
 
 extern "C" int64_t emulation_conversions(int64_t tokens, int64_t batch, int64_t nheads_q, int64_t nheads_kv) {
-  const int64_t pieces = fa2::conversion_pieces(tokens, batch, nheads_q);
-  return fa2::conversion_queue(nullptr, pieces, fa2::conversion_counters(batch, nheads_kv)).numbers;
+  return fa2::conversion_queue(tokens, batch, nheads_q, nheads_kv).numbers;
 }
 
 extern "C" int64_t emulation_semaphores(int64_t tokens, int64_t batch, int64_t nheads) {

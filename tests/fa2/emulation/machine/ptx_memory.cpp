@@ -50,16 +50,10 @@ void red_add_int(const Call& call) {
   *target += static_cast<int>(call.u32(1));
 }
 
+template <class T>
 void load_acquire(const Call& call) {
-  auto* source = reinterpret_cast<const int*>(call.address(1));
-  check_global(source, 4, "ld.acquire");
-  poll();
-  call.set(0, *source);
-}
-
-void load_acquire_long(const Call& call) {
-  auto* source = reinterpret_cast<const uint64_t*>(call.address(1));
-  check_global(source, 8, "ld.acquire");
+  auto* source = reinterpret_cast<const T*>(call.address(1));
+  check_global(source, sizeof(T), "ld.acquire");
   poll();
   call.set(0, *source);
 }
@@ -176,8 +170,8 @@ Handler find_shared_memory(const std::string& opcode) {
       {"red.relaxed.gpu.global.add.v4.f32", red_add_float},
       {"red.release.gpu.global.add.s32", red_add_int},
       {"red.relaxed.gpu.global.add.s32", red_add_int},
-      {"ld.acquire.gpu.global.s32", load_acquire},
-      {"ld.acquire.gpu.global.u64", load_acquire_long},
+      {"ld.acquire.gpu.global.s32", load_acquire<int>},
+      {"ld.acquire.gpu.global.u64", load_acquire<uint64_t>},
       {"ld.global.cg.v4.f32", load_floats},
       {"cp.async.cg.shared.global.L2::128B", cp_async},
       {"cp.async.cg.shared.global", cp_async},
