@@ -235,7 +235,7 @@ class ReproduceConfig:
     warm_steps: int = 2  # optimiser steps before the clock starts: the first one compiles
     steps: int = 3  # optimiser steps that are timed
     micro_batch_tokens: int | None = None  # null: the recipe's
-    budget: bool = False  # profile one step more, and say where its time went
+    budget: list[str] = field(default_factory=list)  # the attentions whose cells profile one step more
     output: str = "runs/reproduce"  # folder of reproduce.json, tables.md and the pictures
     merge: list[str] = field(default_factory=list)  # records of earlier invocations that go into this one's
     seconds: float | None = None  # begin no new cell after this long; null: no limit
@@ -250,6 +250,8 @@ class ReproduceConfig:
         backends = [backend.value for backend in Attention if backend is not Attention.auto]
         for name in self.attention:
             _require(name in backends, "attention", f"of {', '.join(backends)}", name)
+        for name in self.budget:
+            _require(name in self.attention, "budget", f"of attention's {', '.join(self.attention)}", name)
         for kind in self.documents:
             _require(kind in ("dense", "packed"), "documents", "of dense, packed", kind)
         _require(bool(self.output), "output", "a folder", self.output)

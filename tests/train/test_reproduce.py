@@ -143,7 +143,8 @@ def test_packed_documents_and_what_has_no_lengths(folder: Path, capsys: pytest.C
         (["rows=debug", "overrides=attention=auto"], "overrides must keep attention"),
         (["rows=debug", "overrides=optim.lrr=9"], "unknown key 'optim.lrr'"),
         (["rows=debug", "micro_batch_tokens=300"], "batch.global_batch_tokens must be a multiple"),
-        (["rows=debug", "attention=eager", "budget=true"], "budget must be false on a machine without a CUDA GPU"),
+        (["rows=debug", "attention=eager", "budget=eager"], "budget must be empty on a machine without a CUDA GPU"),
+        (["rows=debug", "attention=eager", "budget=fa2"], "budget must be of attention's eager, got 'fa2'"),
         (["rows=debug", "overrides=trainer.profile=true"], "overrides must keep trainer.profile=false"),
         (["rows=debug", "overrides=trainer.accelerator=cpu"], "overrides must keep trainer.accelerator=auto, got cpu"),
         (["rows=debug", "overrides=dry_run=true"], "overrides must keep dry_run: this command's own keys set it"),
@@ -154,7 +155,7 @@ def test_packed_documents_and_what_has_no_lengths(folder: Path, capsys: pytest.C
 def test_mistakes_are_one_line(
     arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    if torch.cuda.is_available() and "budget=true" in arguments:
+    if torch.cuda.is_available() and "budget=eager" in arguments:
         pytest.skip("there is a GPU")
     assert main([*arguments, f"output={tmp_path}"]) == 2
     (line,) = capsys.readouterr().err.splitlines()

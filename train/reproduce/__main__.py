@@ -35,7 +35,7 @@ def _run(config: ReproduceConfig, chosen: Sequence[Any], folder: Path) -> None:
 
     path = folder / "reproduce.json"
     if chosen and config.budget and record.device().type != "cuda":
-        raise ValueError("budget must be false on a machine without a CUDA GPU, whose kernels it looks at; got true")
+        raise ValueError("budget must be empty on a machine without a CUDA GPU, whose kernels it looks at")
     machine = record.describe_machine(record.device()) if chosen else None
     book = record.open_record(path, machine, config.merge)
     try:

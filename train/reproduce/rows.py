@@ -98,7 +98,7 @@ def cells(config: ReproduceConfig) -> list[Cell]:
 
 
 def _cell(config: ReproduceConfig, row: str, data: str, attention: str) -> Cell:
-    steps = config.warm_steps + config.steps
+    steps, budget = config.warm_steps + config.steps, attention in config.budget
     arguments = [
         f"experiment={ROWS[row].experiment}",
         *ROWS[row].overrides,
@@ -108,7 +108,7 @@ def _cell(config: ReproduceConfig, row: str, data: str, attention: str) -> Cell:
         f"run_root={RUN_ROOT}",
         "overwrite=true",
         "optim.warmup_steps=0",
-        f"trainer.max_steps={steps + config.budget}",
+        f"trainer.max_steps={steps + budget}",
         f"trainer.log_every={steps}",
         "trainer.progress_bar=false",
         "trainer.sample_tokens=0",
@@ -132,7 +132,7 @@ def _cell(config: ReproduceConfig, row: str, data: str, attention: str) -> Cell:
         config=run,
         warm_steps=config.warm_steps,
         steps=config.steps,
-        budget=config.budget,
+        budget=budget,
         overrides=tuple(config.overrides),
         is_recipe=is_recipe,
     )
@@ -159,7 +159,7 @@ def _check_same_row(row: str, plain: RunConfig, run: RunConfig) -> None:
             raise ValueError(f"overrides must keep trainer.{key}: warm_steps and steps set the length of the run")
     if run.trainer.profile:
         raise ValueError(
-            "overrides must keep trainer.profile=false, got true: profiled steps are slower; budget=true adds one"
+            "overrides must keep trainer.profile=false, got true: profiled steps are slower; budget=fa2 adds one"
         )
     if run.trainer.accelerator != plain.trainer.accelerator:
         raise ValueError(
