@@ -88,8 +88,8 @@ void append_hopper(std::vector<Kernel>& kernels) {
 std::vector<Kernel> make_table() {
   std::vector<Kernel> kernels;
 #ifdef FA2_SM90
-  append_hopper<DType::kFloat16, 64, 96, 128, 192, 256>(kernels);
-  append_hopper<DType::kBFloat16, 64, 96, 128, 192, 256>(kernels);
+  append_hopper<DType::kFloat16, 64, 80, 96, 128, 192, 256>(kernels);
+  append_hopper<DType::kBFloat16, 64, 80, 96, 128, 192, 256>(kernels);
 #endif
 #ifdef FA2_SM80
   append_attention<DType::kFloat16, 64, 96, 128, 192, 256>(kernels);

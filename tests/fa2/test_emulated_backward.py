@@ -26,7 +26,7 @@ pytestmark = [
 BF16, FP16 = torch.bfloat16, torch.float16
 # One thread block a tile, with all of a tile's columns of dQ in one; and a cluster of two.
 KERNELS = [(64, BF16), (128, FP16), (256, BF16)]
-MORE_KERNELS = [(d, dtype) for d in (64, 96, 128, 192, 256) for dtype in (BF16, FP16) if (d, dtype) not in KERNELS]
+MORE_KERNELS = [(d, dtype) for d in (64, 80, 96, 128, 192, 256) for dtype in (BF16, FP16) if (d, dtype) not in KERNELS]
 ORDERS = [("early", 0), ("late", 1), ("random", 2), ("random", 3)]
 each_kernel = pytest.mark.parametrize(("native", "dtype"), KERNELS, ids=str)
 each_family = pytest.mark.parametrize(("native", "dtype"), [(64, BF16), (256, BF16)], ids=str)
@@ -183,15 +183,17 @@ def check_headdim(headdim: int, native: int, dtype: torch.dtype) -> None:
     check(kernel, problem((1, 100), (1, 140), headdim, dtype), deterministic=True, seed=1)
 
 
-@pytest.mark.parametrize(("headdim", "native"), [(8, 64), (40, 64), (72, 128), (128, 128), (200, 256), (224, 256)])
+@pytest.mark.parametrize(
+    ("headdim", "native"), [(8, 64), (40, 64), (72, 80), (80, 80), (104, 128), (128, 128), (200, 256), (224, 256)]
+)
 def test_headdims(headdim, native):
-    check_headdim(headdim, native, dict(KERNELS)[native])
+    check_headdim(headdim, native, dict(KERNELS).get(native, BF16))
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("headdim", "native"),
-    [(8, 64), (16, 64), (48, 64), (72, 96), (80, 96), (96, 96), (104, 128), (112, 128), (136, 192), (160, 192),
+    [(8, 64), (16, 64), (48, 64), (72, 80), (80, 80), (96, 96), (104, 128), (112, 128), (136, 192), (160, 192),
      (168, 192), (192, 192), (200, 256), (232, 256), (248, 256)],
 )  # fmt: skip
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
@@ -348,7 +350,7 @@ def test_any_order_of_events(native, dtype):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (150, 40)}], ids=str)
-@pytest.mark.parametrize("native", [64, 96, 128, 192, 256])
+@pytest.mark.parametrize("native", [64, 80, 96, 128, 192, 256])
 def test_many_orders_of_events(native, options):
     orders = [(policy, seed, sms) for policy in ("early", "late", "random") for seed in range(2) for sms in (2, 4, 6)]
     p = problem([300, 5, 260], [300, 5, 900], native, heads=(2, 1), **options)
@@ -512,6 +514,12 @@ FAULTS = {
     "dQ's groups do not change places": Fault(ONE, "((first_group + j) ^ odd)", "(first_group + j)"),
     "dQ's odd rows are counted in the tile": Fault(PARTS, "((work.first_q + first) % 2 != 0", "(first % 2 != 0"),
     "96 columns: the second share is the first": Fault(ONE, "if (kShift > 0 && consumer > 0)", "if (false)", 96),
+    "80 columns: what both have made is stored twice": Fault(ONE, "kOfFirst == kGroups || consumer > 0", "true", 80),
+    "80 columns: the second share begins too late": Fault(ONE, "consumer * kOfFirst", "consumer * kGroups", 80),
+    "80 columns: the last are not set to 0": Fault(PREPROCESS, "(kHeadDim + 31) / 32", "kHeadDim / 32", 80),
+    "80 columns: their groups change places": Fault(
+        CONFIG, "kAlternates = kHeadDim % 32 == 0", "kAlternates = true", 80
+    ),
     "a product of dQ without its fence": Fault(
         ONE, "ptx::wgmma_discard(acc_dq);\n        ptx::wgmma_fence();", "ptx::wgmma_discard(acc_dq);"
     ),

@@ -68,7 +68,7 @@ def test_sm90_forward(headdim, dtype):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("headdim", [96, 192, 256])
+@pytest.mark.parametrize("headdim", [80, 96, 192, 256])
 def test_sm90_forward_of_other_headdims(headdim, dtype):
     check_all(build("sm90", "fwd", headdim, dtype), None, headdim, dtype)
 

@@ -20,7 +20,7 @@ ON_GPU = DEVICE == "cuda"
 pytestmark = pytest.mark.gpu if ON_GPU else []
 DTYPES = (torch.bfloat16, torch.float16)
 HEADDIMS = (40, 59, 64, 80, 96, 111, 128, 160, 192, 224, 256)
-NATIVE = (64, 96, 128, 192, 256)  # one for each size of tile
+NATIVE = (64, 80, 96, 128, 192, 256)  # one for each size of tile
 
 each_tile_size = pytest.mark.parametrize("size", TILES if ON_GPU else ["newest"])
 each_headdim = pytest.mark.parametrize("headdim", NATIVE if ON_GPU else (64,))

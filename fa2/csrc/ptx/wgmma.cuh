@@ -155,6 +155,7 @@ __device__ __forceinline__ void wgmma(float (&d)[kColumnTiles][4], uint64_t a, u
   constexpr bool kHalf = std::is_same_v<Element, __half>;
   // clang-format off
   if constexpr (N == 32) { if constexpr (kHalf) FA2_WGMMA_SS(32, "f16", "%16", "%17", "%18", "%19", "%20"); else FA2_WGMMA_SS(32, "bf16", "%16", "%17", "%18", "%19", "%20"); }
+  else if constexpr (N == 48) { if constexpr (kHalf) FA2_WGMMA_SS(48, "f16", "%24", "%25", "%26", "%27", "%28"); else FA2_WGMMA_SS(48, "bf16", "%24", "%25", "%26", "%27", "%28"); }
   else if constexpr (N == 64) { if constexpr (kHalf) FA2_WGMMA_SS(64, "f16", "%32", "%33", "%34", "%35", "%36"); else FA2_WGMMA_SS(64, "bf16", "%32", "%33", "%34", "%35", "%36"); }
   else if constexpr (N == 80) { if constexpr (kHalf) FA2_WGMMA_SS(80, "f16", "%40", "%41", "%42", "%43", "%44"); else FA2_WGMMA_SS(80, "bf16", "%40", "%41", "%42", "%43", "%44"); }
   else if constexpr (N == 96) { if constexpr (kHalf) FA2_WGMMA_SS(96, "f16", "%48", "%49", "%50", "%51", "%52"); else FA2_WGMMA_SS(96, "bf16", "%48", "%49", "%50", "%51", "%52"); }

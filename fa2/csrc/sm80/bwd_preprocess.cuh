@@ -99,8 +99,9 @@ __global__ void __launch_bounds__(kPreprocessThreads)
           *reinterpret_cast<uint4*>(dq + (i * 8 + lane) * 8) = make_uint4(0, 0, 0, 0);
     } else if (source != DqSource::kDirect) {
 #pragma unroll
-      for (int i = 0; i < kHeadDim / 32; ++i)
-        *reinterpret_cast<float4*>(accum + (i * 8 + lane) * 4) = make_float4(0.f, 0.f, 0.f, 0.f);
+      for (int i = 0; i < (kHeadDim + 31) / 32; ++i)
+        if (kHeadDim % 32 == 0 || (i * 8 + lane) * 4 < kHeadDim)
+          *reinterpret_cast<float4*>(accum + (i * 8 + lane) * 4) = make_float4(0.f, 0.f, 0.f, 0.f);
     }
 #pragma unroll
     for (int i = 0; i < (kHeadDim + 63) / 64; ++i) {

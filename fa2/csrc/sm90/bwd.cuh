@@ -410,9 +410,11 @@ __global__ void __launch_bounds__(Config::kThreads, 1) attention_bwd(__grid_cons
       const auto finish_dq = [&](int count, int flags) {
         if (lane == 0) ptx::mbarrier_arrive(barrier(Barrier::kDsEmpty) + count % 2 * 8);
         const int row = dq_row + warp_row + lane / 4;
-        constexpr int kGroups = Config::kDqStored / 16;
+        constexpr int kGroups = Config::kDqStored / 16, kOfFirst = Config::kDqOfFirst / 16;
         // The first group that this consumer stores: in dQ's columns, and among those that it has made.
-        const int first_group = Config::kDqByRows ? 0 : consumer * kGroups;
+        const int first_group = Config::kDqByRows ? 0 : consumer * kOfFirst;
+        // With 80 columns the first consumer stores one less than the second.
+        const bool all_groups = kOfFirst == kGroups || consumer > 0;
         // With 96 columns the second consumer has made the groups 2 to 5 and stores 3 to 5.
         constexpr int kShift = Config::kDqColumns / 16 - kGroups;
         if (kShift > 0 && consumer > 0)
@@ -423,23 +425,24 @@ __global__ void __launch_bounds__(Config::kThreads, 1) attention_bwd(__grid_cons
         if (BwdStep{flags}.direct()) {
           const BwdStep step = BwdStep::load(step_place(count));
           write_dq<Element, kGroups>(p, work, step.head, step.m_block * kBlockM + row, first_group * 16,
-                                     acc_dq);
+                                     all_groups ? p.headdim : min(p.headdim, Config::kDqOfFirst), acc_dq);
           return;
         }
         // The last but one has been added, and a tile's dK has left.
         ptx::mbarrier_wait(barrier(Barrier::kDqEmpty) + dq_count % 2 * 8, dq_count / 2 % 2 ^ 1);
         dq_is_stored = true;
         // Odd rows of the accumulator, see config.h; a lane's two rows are alike.
-        const int odd = (BwdStep{flags}.odd_row() + row) & 1;
+        const int odd = Config::kAlternates ? (BwdStep{flags}.odd_row() + row) & 1 : 0;
         const uint32_t sDq =
             shared + Config::kDq + dq_count % 2 * Config::kDq_bytes + row * kHeadDim * 4 + lane % 4 * 16;
 #pragma unroll
         for (int r = 0; r < 2; ++r)
 #pragma unroll
           for (int j = 0; j < kGroups; ++j)
-            ptx::store_shared_16(sDq + r * 8 * kHeadDim * 4 + ((first_group + j) ^ odd) * 64,
-                                 acc_dq[0][2 * j][r * 2], acc_dq[0][2 * j][r * 2 + 1],
-                                 acc_dq[0][2 * j + 1][r * 2], acc_dq[0][2 * j + 1][r * 2 + 1]);
+            if (j < kOfFirst || all_groups)
+              ptx::store_shared_16(sDq + r * 8 * kHeadDim * 4 + ((first_group + j) ^ odd) * 64,
+                                   acc_dq[0][2 * j][r * 2], acc_dq[0][2 * j][r * 2 + 1],
+                                   acc_dq[0][2 * j + 1][r * 2], acc_dq[0][2 * j + 1][r * 2 + 1]);
       };
       // To the producer, a little later: by then the stores have arrived, and the fence has little to wait
       // for.
@@ -579,7 +582,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1) attention_bwd(__grid_cons
     work_slot.next();
   }
   Conversion<Element, Config>(p, blocks_of_a_head<kBlockN>(p))
-      .template convert_the_rest<kHeadDim / 4 % 16 == 0 ? 16 : 12>(lane);
+      .template convert_the_rest<kHeadDim % 64 == 0 ? 16 : kHeadDim / 8>(lane);
   if (leader) ptx::tma_store_wait_read();  // shared memory must outlive the last store
 }
 

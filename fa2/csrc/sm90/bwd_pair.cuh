@@ -281,7 +281,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
       const int column = rank * kHalf + (warpgroup == 1 ? 0 : Config::kDqFirst);
       const int row = warp * 16 + lane / 4;  // and the eighth after it
       if (step.direct()) {
-        write_dq<Element, kGroups>(p, work, step.head, step.m_block * kBlockM + row, column, acc);
+        write_dq<Element, kGroups>(p, work, step.head, step.m_block * kBlockM + row, column, p.headdim, acc);
         return;
       }
       if (p.dq_semaphore != nullptr) {

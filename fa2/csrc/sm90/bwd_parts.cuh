@@ -296,11 +296,11 @@ __device__ __forceinline__ void probabilities(float (&acc_s)[1][kColumnTiles][4]
   probabilities(acc_s, lse_log2, scale_log2);
 }
 
-// dq of a query block that nothing else adds to: kGroups times 16 columns, from `column` on. row: this lane's
-// first of the sequence, the other is the eighth after it.
+// dq of a query block that nothing else adds to: kGroups times 16 columns, from `column` on and before `end`.
+// row: this lane's first of the sequence, the other is the eighth after it.
 template <class Element, int kGroups, int kColumnTiles>
 __device__ __forceinline__ void write_dq(const BwdParams& p, const BwdWork& work, int head, int row,
-                                         int column, const float (&acc)[1][kColumnTiles][4]) {
+                                         int column, int end, const float (&acc)[1][kColumnTiles][4]) {
   auto* const gDq = static_cast<Element*>(p.dq) + work.bidb * p.dq_strides.batch +
                     static_cast<int64_t>(work.first_q + row) * p.dq_strides.row + head * p.dq_strides.head +
                     column;
@@ -314,7 +314,7 @@ __device__ __forceinline__ void write_dq(const BwdParams& p, const BwdWork& work
       const uint2 values =
           gather_columns<Element>(place, left[0] * p.softmax_scale, left[1] * p.softmax_scale,
                                   right[0] * p.softmax_scale, right[1] * p.softmax_scale);
-      if (row + r * 8 < work.seqlen_q && column + j * 16 + place < p.headdim)
+      if (row + r * 8 < work.seqlen_q && column + j * 16 + place < end)
         *reinterpret_cast<uint2*>(gDq + r * 8 * p.dq_strides.row + j * 16 + place) = values;
     }
 }

@@ -127,8 +127,9 @@ struct Conversion {
         const uint2 values =
             gather_columns<Element>(column, x[j].x * p.softmax_scale, x[j].y * p.softmax_scale,
                                     x[j].z * p.softmax_scale, x[j].w * p.softmax_scale);
-        // In odd rows groups of 16 columns change places, see config.h.
-        column += ((begin + j * 32) % kLanesPerRow / 4 ^ ((first + row) & 1)) * 16;
+        // In odd rows groups of 16 columns may have changed places, see config.h.
+        const int odd = Config::kAlternates ? (first + row) & 1 : 0;
+        column += ((begin + j * 32) % kLanesPerRow / 4 ^ odd) * 16;
         if (row < rows && column < p.headdim)
           *reinterpret_cast<uint2*>(dq + row * p.dq_strides.row + column) = values;
       }

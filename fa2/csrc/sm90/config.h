@@ -4,12 +4,14 @@
 namespace fa2::sm90 {
 
 // How an operand tile lies in shared memory: slabs of kWidth columns side by side, each slab its rows one
-// after the other, swizzled as TMA and wgmma agree on. 96 columns are no multiple of 64, so they take the
-// narrower swizzle.
-template <int kColumns>
+// after the other, swizzled as TMA and wgmma agree on. 80 and 96 columns are no multiple of 64, so they take
+// the narrower swizzle. Of 80 the last slab is half empty: TMA fills it with zeros and stores nothing of it,
+// and no product reads it.
+template <int kHeadDim>
 struct Slabs {
-  static constexpr int kWidth = kColumns % 64 == 0 ? 64 : 32;
-  static constexpr int kCount = kColumns / kWidth;
+  static constexpr int kWidth = kHeadDim % 64 == 0 ? 64 : 32;
+  static constexpr int kCount = (kHeadDim + kWidth - 1) / kWidth;
+  static constexpr int kColumns = kCount * kWidth;
   static constexpr int kRow_bytes = kWidth * 2;
 };
 
@@ -37,7 +39,7 @@ struct FwdTile {
   using Slab = Slabs<kHeadDim>;
   using Barrier = Barriers<kQStages, kStages>;
 
-  static constexpr int kQ_bytes = kBlockM * kHeadDim * 2, kKV_bytes = kBlockN * kHeadDim * 2;
+  static constexpr int kQ_bytes = kBlockM * Slab::kColumns * 2, kKV_bytes = kBlockN * Slab::kColumns * 2;
   static constexpr int kQ = 0, kK = kQ + kQStages * kQ_bytes, kV = kK + kStages * kKV_bytes;
   static constexpr int kWork = kV + kStages * kKV_bytes, kWork_bytes = 64;
   static constexpr int kBarriers = kWork + kWork_bytes;
@@ -52,6 +54,7 @@ template <int kHeadDim>
 struct FwdConfig;
 // clang-format off
 template <> struct FwdConfig<64> : FwdTile<64, 192, 128, 2, 2> {};    // 112 KB
+template <> struct FwdConfig<80> : FwdTile<80, 128, 160, 2, 2> {};    // 168 KB
 template <> struct FwdConfig<96> : FwdTile<96, 128, 160, 2, 2> {};    // 168 KB
 template <> struct FwdConfig<128> : FwdTile<128, 128, 128, 2, 2> {};  // 192 KB
 template <> struct FwdConfig<192> : FwdTile<192, 128, 112, 2, 1> {};  // 216 KB
@@ -70,21 +73,24 @@ struct BwdTile {
 
   // What bwd_preprocess.cuh and bwd_convert.cuh ask: rows that see no key are no part of any tile; in the dQ
   // accumulator the groups of 16 columns change places, two by two, in rows of odd number, so that a warp's
-  // stores of two neighbouring rows meet different banks. The preprocessing is launched as launch.cuh's
-  // launch_early says.
+  // stores of two neighbouring rows meet different banks (rows of 80 columns lie so that they do anyway). The
+  // preprocessing is launched as launch.cuh's launch_early says.
   static constexpr int kWalk = 0;
-  static constexpr bool kSkipsUnseeing = true, kAlternates = true, kStartsEarly = true;
+  static constexpr bool kSkipsUnseeing = true, kAlternates = kHeadDim % 32 == 0, kStartsEarly = true;
   static constexpr bool kConvertsDq = true;  // the kernel itself
 
-  // A product of dQ is 64 x 64. With 96 columns the second consumer's begins at a slab, 32: a third of it is
-  // made twice and stored once.
+  // A product of dQ is 64 x kDqColumns. The second consumer's begins at a slab: with 96 columns at 32, and a
+  // third of it is made twice and stored once, by the first; with 80 columns too, and it is the second that
+  // stores what both have made.
   static constexpr bool kDqByRows = kBlockM == 64 * kConsumers;
-  static constexpr int kDqColumns = 64, kDqStored = kDqByRows ? kHeadDim : kHeadDim / kConsumers;
+  static constexpr int kDqColumns = kHeadDim == 80 ? 48 : 64;
+  static constexpr int kDqStored = kDqByRows ? kHeadDim : (kHeadDim / 16 + 1) / kConsumers * 16;  // at most
+  static constexpr int kDqOfFirst = kDqByRows ? kHeadDim : kHeadDim - kDqStored;
   static_assert(kConsumers == 2 && (kDqByRows ? kHeadDim == 64 : kBlockM == 64 && kHeadDim <= 128),
                 "the consumers share dQ");
 
-  static constexpr int kQ_bytes = kBlockM * kHeadDim * 2, kKV_bytes = kBlockN * kHeadDim * 2;
-  static constexpr int kDs_bytes = kBlockM * kBlockN * 2, kDq_bytes = kBlockM * kHeadDim * 4;
+  static constexpr int kQ_bytes = kBlockM * Slab::kColumns * 2, kKV_bytes = kBlockN * Slab::kColumns * 2;
+  static constexpr int kDs_bytes = kBlockM * kBlockN * 2, kDq_bytes = kBlockM * Slab::kColumns * 4;
   static constexpr int kRow_bytes = kBlockM * 4;
   // dK and dV leave through dQ's and dS's space. dS and dQ have two buffers each: the consumers are half a
   // step apart, and to add dQ to the accumulator takes most of a step.
@@ -173,6 +179,7 @@ template <int kHeadDim>
 struct BwdConfig;
 // clang-format off
 template <> struct BwdConfig<64> : BwdTile<64, 128, 128, 2> {};   // 194 KB
+template <> struct BwdConfig<80> : BwdTile<80, 64, 128, 2> {};    // 153 KB
 template <> struct BwdConfig<96> : BwdTile<96, 64, 128, 2> {};    // 153 KB
 template <> struct BwdConfig<128> : BwdTile<128, 64, 128, 2> {};  // 193 KB
 template <> struct BwdConfig<192> : BwdPairTile<192> {};          // 174 KB
