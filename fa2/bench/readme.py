@@ -234,7 +234,8 @@ def correctness_table(record: Record) -> str:
 _BENCH = ("bench_h200/bench.json", "python -m fa2.bench --host-overhead --out fa2/bench/results/bench_h200")
 _RANDOM = (
     "correctness_h200.json",
-    "python -m fa2.bench.correctness --draws 2000 --out fa2/bench/results/correctness_h200.json",
+    "python -m fa2.bench.correctness --draws 4000 --kernels newest,large,newest,middle,newest,small "
+    "--out fa2/bench/results/correctness_h200.json",
 )
 _LLAMA = (
     "llama_h200.json",
