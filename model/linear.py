@@ -2,9 +2,9 @@
 
 Autocast casts every weight in every micro-batch, and rounds every weight gradient to 16 bits before it widens it again
 and adds it to `.grad`: 30 bytes a weight and micro-batch beside the products. With `WeightCopies` the cast is made once
-an optimiser step, and the product that makes a weight's gradient adds it to the fp32 `.grad` unrounded. What stands
-around these products in a block, sums and GELU, goes into their epilogues where `cublaslt.py` serves.
-Knows tensors only; `gpt.py` builds its blocks of `Linear`, `train/module.py` owns the copies.
+an optimiser step, and the product that makes a weight's gradient adds it to the fp32 `.grad` unrounded. Where
+`cublaslt.py` serves, it makes these products, and what stands around them in a block, sums and GELU, goes into their
+epilogues. Knows tensors only; `gpt.py` builds its blocks of `Linear`, `train/module.py` owns the copies.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ def add_product(out: Tensor, a: Tensor, b: Tensor) -> None:
         b: (t, k), dtype of a.
     """
     if a.is_cuda and a.dtype != out.dtype:
-        torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
+        if not cublaslt.add_product(out, a.t(), b):
+            torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
     else:
         torch.addmm(out, a.to(out.dtype), b.to(out.dtype), out=out)
 
@@ -53,19 +54,30 @@ class _FromCopy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, addend: Tensor | None, copy: Tensor, bias: Tensor | None, weight_grad: Tensor
+        ctx: Any,
+        x: Tensor,
+        addend: Tensor | None,
+        copy: Tensor,
+        bias: Tensor | None,
+        weight_grad: Tensor,
+        served: bool,
     ) -> Tensor:
         ctx.save_for_backward(x, copy, weight_grad)
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.has_addend = addend is not None
-        return _linear(x, copy, bias, addend)
+        ctx.served = served
+        if served:
+            return torch.ops.gpt.linear(x, copy, _as(bias, copy), addend)
+        assert addend is None, "asked adds()"
+        return F.linear(x, copy, _as(bias, copy))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, copy, weight_grad = ctx.saved_tensors
         torch.ops.gpt.add_product_(weight_grad, dy.t(), x)
-        return dy @ copy, dy if ctx.has_addend else None, None, _bias_gradient(dy, ctx.bias_dtype), None
+        dx = torch.ops.gpt.product(dy, copy) if ctx.served else dy @ copy
+        return dx, dy if ctx.has_addend else None, None, _bias_gradient(dy, ctx.bias_dtype), None, None
 
 
 class _MlpFromCopies(torch.autograd.Function):
@@ -87,7 +99,7 @@ class _MlpFromCopies(torch.autograd.Function):
         ctx.save_for_backward(x, up, hidden, up_copy, up_grad, down_copy, down_grad)
         ctx.bias_dtypes = tuple(None if bias is None else bias.dtype for bias in (up_bias, down_bias))
         ctx.has_addend = addend is not None
-        return _linear(hidden, down_copy, down_bias, addend)
+        return torch.ops.gpt.linear(hidden, down_copy, _as(down_bias, down_copy), addend)
 
     @staticmethod
     @once_differentiable
@@ -98,7 +110,7 @@ class _MlpFromCopies(torch.autograd.Function):
         dup = torch.ops.gpt.gelu_backward_product(dy, down_copy, up)
         torch.ops.gpt.add_product_(up_grad, dup.t(), x)
         return (
-            dup @ up_copy,
+            torch.ops.gpt.product(dup, up_copy),
             dy if ctx.has_addend else None,
             None,
             _bias_gradient(dup, up_dtype),
@@ -113,12 +125,6 @@ def _as(bias: Tensor | None, copy: Tensor) -> Tensor | None:
     return None if bias is None else bias.to(copy.dtype)
 
 
-def _linear(x: Tensor, copy: Tensor, bias: Tensor | None, addend: Tensor | None) -> Tensor:
-    if addend is None:
-        return F.linear(x, copy, _as(bias, copy))
-    return torch.ops.gpt.linear_add(x, copy, _as(bias, copy), addend)
-
-
 def _bias_gradient(dy: Tensor, dtype: torch.dtype | None) -> Tensor | None:
     return None if dtype is None else dy.sum(0, dtype=dtype)
 
@@ -128,24 +134,28 @@ class Linear(nn.Linear):
 
     copy: Tensor | None = None  # of `weight`, in the dtype of products
     weight_grad: Tensor | None = None  # `weight.grad` itself
-    epilogues = False  # whether `cublaslt.py` serves products from the copy
+    served = False  # whether `cublaslt.py` makes the products from the copy
 
     def forward(self, x: Tensor, addend: Tensor | None = None) -> Tensor:
         """[addend +] x @ weightᵀ + bias; an addend is for where `adds` says so."""
         if self.copy is None or self.weight_grad is None:
             assert addend is None, "asked adds()"
             return super().forward(x)
-        return _FromCopy.apply(x.to(self.copy.dtype), addend, self.copy, self.bias, self.weight_grad)
+        return _FromCopy.apply(x.to(self.copy.dtype), addend, self.copy, self.bias, self.weight_grad, self.is_served())
+
+    def is_served(self) -> bool:
+        """In training alone: each new shape is timed."""
+        return self.served and self.copy is not None and torch.is_grad_enabled()
 
     def adds(self, addend: Tensor) -> bool:
-        """Whether the product itself adds `addend` to what it makes. In training alone: each new shape is timed."""
-        return self.epilogues and self.copy is not None and addend.dtype == self.copy.dtype and torch.is_grad_enabled()
+        """Whether the product itself adds `addend` to what it makes."""
+        return self.is_served() and self.copy is not None and addend.dtype == self.copy.dtype
 
 
 def gelu_mlp(x: Tensor, up: Linear, down: Linear, addend: Tensor | None = None) -> Tensor:
     """[addend +] down(gelu(up(x))), GELU in its tanh form; an addend is for where `down.adds` says so."""
     copies = up.copy, down.copy
-    if not (down.epilogues and torch.is_grad_enabled()) or copies[0] is None or copies[1] is None:
+    if not down.is_served() or copies[0] is None or copies[1] is None:
         return down(gelu_tanh(up(x)), addend)
     return _MlpFromCopies.apply(
         x.to(copies[0].dtype), addend, copies[0], up.bias, up.weight_grad, copies[1], down.bias, down.weight_grad
@@ -174,7 +184,7 @@ class WeightCopies:
             parameter.grad = gradient
         for linear, copy in zip(self.linears, self._copies, strict=True):
             linear.copy, linear.weight_grad = copy, linear.weight.grad
-            linear.epilogues = cublaslt.why_unavailable(copy.device, dtype) is None
+            linear.served = cublaslt.why_unavailable(copy.device, dtype) is None
         self.refresh()
 
     @torch.no_grad()
@@ -190,6 +200,6 @@ class WeightCopies:
         """The model as it was: products from the parameters, no gradients."""
         for linear in self.linears:
             linear.copy = linear.weight_grad = None
-            linear.epilogues = False
+            linear.served = False
         for parameter in self.parameters:
             parameter.grad = None

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from model import cublaslt
-from model.cublaslt import gelu_backward_product, linear_add, linear_gelu
+from model.cublaslt import add_product, gelu_backward_product, linear, linear_gelu, product
 
 pytestmark = pytest.mark.gpu
 SHAPES = [(4096, 512, 2048), (1, 8, 16), (1000, 96, 384), (257, 40, 24), (33, 7, 9)]
@@ -42,12 +42,21 @@ def check_all(T: int, k: int, m: int, dtype: torch.dtype) -> None:
     bias, addend = bias.to(dtype), addend.to(dtype)
     for b in (bias, None):
         up = F.linear(x.double(), weight.double(), None if b is None else b.double())
-        assert close(linear_add(x, weight, b, addend), up + addend)
+        assert close(linear(x, weight, b, addend), up + addend)
+        assert close(linear(x, weight, b, None), up)
         y, kept = linear_gelu(x, weight, b)
         assert close(kept, up)
         # the library makes GELU of its sum before it rounds it, the steps apart of the rounded one
         assert (y.double() - F.gelu(up, approximate="tanh")).norm() <= 2 * torch.finfo(dtype).eps * up.norm()
     dy, up = normal(T, k, dtype=dtype), 2 * normal(T, m, dtype=dtype)
+    assert close(product(dy, weight.t().contiguous()), dy.double() @ weight.double().t())
+    before = normal(k, m).float()
+    total = before.clone()
+    if add_product(total, dy, up):
+        expected = before.double() + dy.double().t() @ up.double()
+        assert (total.double() - expected).norm() <= 1e-5 * expected.norm(), "the fp32 sum is not rounded to 16 bits"
+    else:
+        assert torch.equal(total, before)
     leaf = up.double().requires_grad_()
     F.gelu(leaf, approximate="tanh").backward(dy.double() @ weight.double().t())
     assert leaf.grad is not None
@@ -78,28 +87,31 @@ def test_views_and_other_strides() -> None:
     assert torch.equal(gelu_backward_product(shifted, weight, up), expected)
     assert torch.equal(gelu_backward_product(dy.t().contiguous().t(), weight.t().contiguous().t(), up), expected)
     bias = normal(65)[1:]
-    expected = linear_add(dy, weight.t().contiguous(), None, up)
-    assert torch.equal(linear_add(shifted, weight.t(), None, up.t().contiguous().t()), expected)
-    assert torch.equal(linear_add(dy, dy, bias, dy), linear_add(dy, dy, bias.clone(), dy))
+    expected = linear(dy, weight.t().contiguous(), None, up)
+    assert torch.equal(linear(shifted, weight.t(), None, up.t().contiguous().t()), expected)
+    assert torch.equal(linear(dy, dy, bias, dy), linear(dy, dy, bias.clone(), dy))
 
 
 def test_no_tokens() -> None:
     assert gelu_backward_product(normal(0, 8), normal(8, 16), normal(0, 16)).shape == (0, 16)
-    assert linear_add(normal(0, 8), normal(16, 8), None, normal(0, 16)).shape == (0, 16)
+    assert linear(normal(0, 8), normal(16, 8), None, normal(0, 16)).shape == (0, 16)
     assert [t.shape for t in linear_gelu(normal(0, 8), normal(16, 8), None)] == [(0, 16)] * 2
 
 
 def calls() -> dict[str, Callable[[], Any]]:
     x, weight, bias, y = normal(2048, 512), normal(2048, 512), normal(2048), normal(2048, 2048)
+    gradient = normal(2048, 512).float()
     return {
-        "linear_add": lambda: linear_add(x, weight, bias, y),
+        "linear": lambda: linear(x, weight, bias, y),
+        "product": lambda: product(y, weight),
+        "add_product": lambda: add_product(gradient, y, x),
         "linear_gelu": lambda: linear_gelu(x, weight, bias),
         "gelu_backward_product": lambda: gelu_backward_product(y, weight, x),
     }
 
 
 @pytest.mark.usefixtures("fused")
-@pytest.mark.parametrize("name", ["linear_add", "linear_gelu", "gelu_backward_product"])
+@pytest.mark.parametrize("name", ["linear", "product", "add_product", "linear_gelu", "gelu_backward_product"])
 def test_one_kernel(name: str) -> None:
     call = calls()[name]
     call()
@@ -127,6 +139,32 @@ def test_a_graph_may_hold_a_product_that_was_never_timed() -> None:
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = linear_add(x, weight, None, addend)
+        out = linear(x, weight, None, addend)
     graph.replay()
     assert close(out, F.linear(x.double(), weight.double()) + addend.double())
+
+
+@pytest.mark.parametrize("way", ["torch's", "the library's"])
+def test_timing_adds_nothing_to_the_gradient(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The product that is chosen is added once, whichever it is, and torch's is left to the caller."""
+    choose = cublaslt._Product.choose
+
+    def chosen(self: Any, run: Callable[[int], object], apart: Callable[[], object]) -> int:
+        choose(self, run, apart)
+        return self.found if way == "torch's" else 0
+
+    monkeypatch.setattr(cublaslt._Product, "choose", chosen)
+    dy, x, total = normal(1024, 136), normal(1024, 72), torch.zeros(136, 72, device="cuda")
+    for times in (1, 2):
+        done = add_product(total, dy, x)
+        assert done == (way != "torch's")
+        expected = dy.double().t() @ x.double() * (times if done else 0)
+        assert (total.double() - expected).norm() <= 1e-5 * expected.norm()
+
+
+def test_what_cannot_be_added_to_in_place_is_left_to_torch() -> None:
+    dy, x = normal(64, 32), normal(64, 16)
+    for total in (torch.zeros(16, 32, device="cuda").t(), torch.zeros(32 * 16 + 8, device="cuda")[8:].view(32, 16)):
+        assert not add_product(total, dy, x)
+        assert not total.any()
+    assert not add_product(torch.zeros(32, 16, device="cuda"), dy.t().contiguous().t(), x)

@@ -132,14 +132,15 @@ def test_sums_and_gelu_in_the_products_change_nothing(changes: dict[str, Any]) -
     batches = [batch(0), batch(1, (3, 5, 4, 4))]
     WeightCopies(plain, torch.bfloat16)
     WeightCopies(fused, torch.bfloat16)
-    assert not any(module.epilogues for module in fused.modules() if isinstance(module, Linear)), "on a CPU"
+    assert not any(module.served for module in fused.modules() if isinstance(module, Linear)), "on a CPU"
     for module in fused.modules():
         if isinstance(module, Linear):
-            module.epilogues = True
+            module.served = True
     losses, expected = accumulate(plain, batches, "cpu")
     with CalledOperators() as called:
         fused_losses, gradients = accumulate(fused, batches, "cpu")
-    assert ("gpt.linear_add.default" in called.names) == (not {"dropout", "residual_fp32"} & set(changes))
+    assert "gpt.linear.default" in called.names
+    assert "gpt.product.default" in called.names
     assert ("gpt.gelu_backward_product.default" in called.names) == ("mlp" not in changes)
     torch.testing.assert_close(fused_losses, losses, rtol=1e-6, atol=0)
     assert expected.keys() == gradients.keys()
@@ -159,7 +160,7 @@ def test_nothing_is_timed_where_nothing_is_trained() -> None:
     WeightCopies(model, torch.bfloat16)
     for module in model.modules():
         if isinstance(module, Linear):
-            module.epilogues = True
+            module.served = True
     with torch.no_grad(), CalledOperators() as called, torch.autocast("cpu", torch.bfloat16):
         model.loss(*batch(0))
     assert not [name for name in called.names if name.startswith("gpt.linear")]
@@ -172,11 +173,15 @@ def test_products_with_epilogues_are_operators() -> None:
     leaf = up.clone().requires_grad_()
     F.gelu(leaf, approximate="tanh").backward(dy @ weight)
     torch.testing.assert_close(torch.ops.gpt.gelu_backward_product(dy, weight, up), leaf.grad)
+    torch.library.opcheck(torch.ops.gpt.product, (dy, weight))
+    torch.testing.assert_close(torch.ops.gpt.product(dy, weight), dy @ weight)
     for b in (bias, None):
-        torch.library.opcheck(torch.ops.gpt.linear_add, (up, weight, b, addend))
+        torch.library.opcheck(torch.ops.gpt.linear, (up, weight, b, addend))
+        torch.library.opcheck(torch.ops.gpt.linear, (up, weight, b, None))
+        torch.testing.assert_close(torch.ops.gpt.linear(up, weight, b, None), F.linear(up, weight, b))
         torch.library.opcheck(torch.ops.gpt.linear_gelu, (up, weight, b))
         y = F.linear(up, weight, b)
-        torch.testing.assert_close(torch.ops.gpt.linear_add(up, weight, b, addend), y + addend)
+        torch.testing.assert_close(torch.ops.gpt.linear(up, weight, b, addend), y + addend)
         torch.testing.assert_close(torch.ops.gpt.linear_gelu(up, weight, b), (F.gelu(y, approximate="tanh"), y))
 
 
