@@ -18,13 +18,38 @@ from torch.utils.checkpoint import checkpoint
 
 import fa2
 from model.attention import AttentionFn, fa2_attention, reference_attention, torch_attention
-from model.config import GPTConfig, Mlp, Position
+from model.config import GPTConfig, Mlp, Norm, Position
 from model.linear import Linear, gelu_mlp
 from model.loss import linear_cross_entropy, softmax_in_place, softmax_out_of_place
-from model.norm import compute_dtype, norm_of
 from model.rope import rotary_table, rotate
 
 Rotary = tuple[Tensor, Tensor]  # (cos, sin) of the batch
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """What a matrix product with `x` runs in: the autocast dtype under autocast, otherwise x's own."""
+    device_type = x.device.type
+    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else x.dtype
+
+
+class LayerNorm(nn.LayerNorm):
+    """nn.LayerNorm in its weight's dtype, whatever x is, that comes out as the next product reads it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.to(self.weight.dtype)).to(compute_dtype(x))
+
+
+class RMSNorm(nn.RMSNorm):
+    """nn.RMSNorm in its weight's dtype, whatever x is, that comes out as the next product reads it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.to(self.weight.dtype)).to(compute_dtype(x))
+
+
+def _norm(config: GPTConfig) -> nn.Module:
+    if config.norm is Norm.rmsnorm:
+        return RMSNorm(config.d_model, eps=config.norm_eps)
+    return LayerNorm(config.d_model, eps=config.norm_eps, bias=config.bias)
 
 
 class SelfAttention(nn.Module):
@@ -87,9 +112,9 @@ class Block(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.norm_attention = norm_of(config)
+        self.norm_attention = _norm(config)
         self.attention = SelfAttention(config)
-        self.norm_mlp = norm_of(config)
+        self.norm_mlp = _norm(config)
         self.mlp = FeedForward(config)
         self.dropout = nn.Dropout(config.dropout)
 
@@ -189,7 +214,7 @@ class GPT(nn.Module):
         self.position_embedding = nn.Embedding(config.max_positions, config.d_model) if learned else None
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
-        self.norm = norm_of(config)
+        self.norm = _norm(config)
         # a tied model has no second parameter: one gradient, one optimiser state, one entry in a state dict
         self.head = None if config.tie_embeddings else nn.Linear(config.d_model, config.padded_vocab_size, bias=False)
         self.reset_parameters()
