@@ -423,11 +423,13 @@ DS_FULL = "ptx::mbarrier_arrive(barrier(Barrier::kDsFull) + step_count"
 DS_FULL_WAIT = "ptx::mbarrier_wait(barrier(Barrier::kDsFull) + count % 2 * 8, count / 2 % 2);"
 DS_EMPTY_WAIT = "ptx::mbarrier_wait(barrier(Barrier::kDsEmpty) + step_count % 2 * 8, step_count / 2 % 2 ^ 1);"
 DQ_FULL = "ptx::mbarrier_arrive(barrier(Barrier::kDqFull)"
-DQ_FULL_WAIT = "ptx::mbarrier_wait(barrier(Barrier::kDqFull + count % 2), count / 2 % 2);"
-DQ_EMPTY = "ptx::mbarrier_arrive(barrier(Barrier::kDqEmpty + buffer));"
+DQ_FULL_WAIT = "ptx::mbarrier_wait(barrier(Barrier::kDqFull + slot_dq.index), slot_dq.parity);"
+DQ_EMPTY = "ptx::mbarrier_arrive(barrier(Barrier::kDqEmpty + slot_dq.index));"
 DQ_EMPTY_WAIT = "ptx::mbarrier_wait(barrier(Barrier::kDqEmpty) + dq_count % 2 * 8, dq_count / 2 % 2 ^ 1);"
-TURN_WAIT = "while (ptx::load_acquire(turn) != own) __nanosleep(32);"
-PASS_TURN = "ptx::red_release_add(turn, 1);"
+TURN_EMPTY_WAIT = "ptx::mbarrier_wait(barrier(Barrier::kTurnEmpty), turn_parity ^ 1);"
+ADDED_EMPTY_WAIT = "ptx::mbarrier_wait(barrier(Barrier::kAddedEmpty), turn_parity ^ 1);"
+ADDED_FULL_WAIT = "ptx::mbarrier_wait(barrier(Barrier::kAddedFull), added_parity);"
+PASS_TURN = "ptx::red_release_add(turn_counter(p, *work, steps.m_block, steps.head), 1);"
 DO_FULL_WAIT = "ptx::mbarrier_wait(barrier(Barrier::kDoFull + stage), slot.parity);"
 LAST = "mask.key_blocks<kBlockM, kBlockN>(m_block)"
 HALF_A_STEP = "if (first && consumer == 0) ptx::barrier_arrive"
@@ -489,11 +491,11 @@ FAULTS = {
     "dQ is written while it leaves": Fault(ONE, DQ_EMPTY_WAIT + "\n        dq_is_stored", "dq_is_stored"),
     "dQ's place is never free": Fault(ONE, DQ_EMPTY_WAIT, DQ_EMPTY_WAIT.replace(" ^ 1", "")),
     "dQ is released before it has been read": Fault(
-        ONE, "ptx::tma_store_wait_read();\n    " + DQ_EMPTY, DQ_EMPTY + "ptx::tma_store_wait_read();"
+        ONE, "ptx::tma_store_wait_read();\n        " + DQ_EMPTY, DQ_EMPTY + "ptx::tma_store_wait_read();"
     ),
     "dQ is not released": Fault(ONE, DQ_EMPTY, ""),
     "dQ has one buffer": Fault(ONE, "* Config::kDq_bytes", "* 0"),
-    "dQ leaves from the other buffer": Fault(ONE, "+ buffer * Config", "+ (buffer ^ 1) * Config"),
+    "dQ leaves from the other buffer": Fault(ONE, "slot_dq.index * Config", "(slot_dq.index ^ 1) * Config"),
     "dQ's last buffer is handed over twice": Fault(ONE, "++dq_count;\n        dq_is_stored = false;", "++dq_count;"),
     "the last dQ is not handed over": Fault(
         ONE,
@@ -531,21 +533,21 @@ FAULTS = {
         PARTS, LAST + ".last - 1 - n_block", "(mask.seqlen_k - 1) / kBlockN - n_block"
     ),
     "no turns": Fault(ONE, "while (ptx::load_acquire(turn)", "if (ptx::load_acquire(turn)"),
-    "the turn is not waited for": Fault(ONE, TURN_WAIT, ""),
+    "the turn is not waited for": Fault(ONE, "ptx::mbarrier_wait(barrier(Barrier::kTurnFull), turn_parity);", ""),
+    "the next turn is seen before the last one has been": Fault(ONE, TURN_EMPTY_WAIT, ""),
+    "a turn is never seen": Fault(ONE, TURN_EMPTY_WAIT, TURN_EMPTY_WAIT.replace(" ^ 1", "")),
+    "the last turn of a tile is not waited for": Fault(ONE, "wait_for_turn();\n        __syncwarp();", "__syncwarp();"),
+    "who writes dq waits for a turn": Fault(
+        ONE, "p.dq_semaphore != nullptr && !step.direct()", "p.dq_semaphore != nullptr"
+    ),
     "the turn moves on before the addition": Fault(
-        ONE, "ptx::tma_store_wait();\n    ptx::fence_async_proxy_global();\n    " + PASS_TURN, PASS_TURN
+        ONE, "ptx::tma_store_wait();\n          ptx::fence_async_proxy_global();", ""
     ),
+    "the turn moves on at once": Fault(ONE, ADDED_FULL_WAIT, ""),
+    "the turn moves on before the last one has": Fault(ONE, ADDED_EMPTY_WAIT, ""),
+    "an addition is never seen": Fault(ONE, ADDED_FULL_WAIT, ADDED_FULL_WAIT.replace("parity", "parity ^ 1")),
     "the turn does not move on": Fault(ONE, PASS_TURN, ""),
-    "the turn of another head moves on": Fault(
-        ONE, PASS_TURN, "ptx::red_release_add(turn_counter(p, work, steps.m_block, steps.head ^ 1), 1);"
-    ),
-    "every other dQ is added by nobody": Fault(ONE, "if (count % 2 == 1) add_in_turn(*work, steps, count);", ""),
-    "every other dQ is added twice": Fault(ONE, "} else if (count % 2 == 0) {", "} else {"),
-    "the two warps add the same ones": Fault(ONE, "if (count % 2 == 1) add_in", "if (count % 2 == 0) add_in"),
-    "a tile ends before the other warp's share": Fault(
-        ONE, "ptx::mbarrier_wait(barrier(Barrier::kAdded + work_slot.index), work_slot.parity);", ""
-    ),
-    "the share of two tiles has one barrier": Fault(ONE, "Barrier::kAdded + tile_index", "Barrier::kAdded"),
+    "the turn of another head moves on": Fault(ONE, PASS_TURN, PASS_TURN.replace("steps.head", "steps.head ^ 1")),
     "a turn moves on for who writes dq": Fault(
         ONE, "if (writes_dq<kBlockM, kBlockN>(work->mask(p), steps.m_block)) continue;", ""
     ),
@@ -600,7 +602,7 @@ FAULTS = {
     "a tile counts for another sequence": Fault(
         QUEUE, "work.tile.bidb * p.nheads_kv + work.tile.bidh, 1)", "work.tile.bidh, 1)"
     ),
-    "odd rows are converted as even ones": Fault(QUEUE, "(first + row) & 1", "0"),
+    "odd rows are converted as even ones": Fault(QUEUE, "^ ((first + row) & 1)", "^ 0"),
     "the last rows are not converted": Fault(
         QUEUE, "const bool wanted = row < work.seqlen_q", "const bool wanted = row + 31 < work.seqlen_q"
     ),

@@ -7,7 +7,7 @@
 //     hand the tile to everyone                      wait for K, Q[0];  start S^T = K Q^T
 //     TMA Q[0], dO[0], K, V, then Q[i], dO[i]        for each query block i that sees these keys, of each head:
 //     lse, delta and a BwdStep for each query          wait for S;  start dP^T = V dO^T
-//       block                                          P = exp2(S * scale_log2 - lse_log2)
+//       block; deterministic: dQ's turn                P = exp2(S * scale_log2 - lse_log2)
 //     dQ[i] from shared memory, added to an            start dV += P^T dO
 //       fp32 accumulator in global memory, in          wait for dP;  dS = P * (dP - delta), to shared memory
 //       a fixed order when deterministic               start dK += dS^T Q
@@ -71,7 +71,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1) attention_bwd(__grid_cons
     ptx::mbarrier_init(barrier(Barrier::kKFull), 1);
     ptx::mbarrier_init(barrier(Barrier::kVFull), 1);
     ptx::mbarrier_init(barrier(Barrier::kKVEmpty), kConsumers * 4);
-    for (int single : {Barrier::kAdded, Barrier::kAdded + 1, Barrier::kNearEnd})
+    for (int single : {Barrier::kTurnFull, Barrier::kTurnEmpty, Barrier::kAddedFull, Barrier::kAddedEmpty,
+                       Barrier::kNearEnd})
       ptx::mbarrier_init(barrier(single), 1);
     for (int i = 0; i < Config::kDqStages; ++i) {
       ptx::mbarrier_init(barrier(Barrier::kDqFull + i), kConsumers * 4);
@@ -111,37 +112,9 @@ __global__ void __launch_bounds__(Config::kThreads, 1) attention_bwd(__grid_cons
     return shared + Config::kStep + count % Config::kSteps * Config::kStep_bytes;
   };
 
-  // dQ leaves its buffer for the accumulator.
-  const auto add_dq = [&](const BwdWork& work, const QuerySteps& steps, int buffer) {
-    const int first = steps.m_block * kBlockM;
-    // Rows past the end are a neighbour's.
-    ptx::bulk_add(
-        p.dq_accum + (work.bidb * p.lse_batch + steps.head * p.lse_head + work.first_q + first) * kHeadDim,
-        shared + Config::kDq + buffer * Config::kDq_bytes,
-        min(kBlockM, work.seqlen_q - first) * kHeadDim * 4);
-    ptx::tma_store_commit();
-    ptx::tma_store_wait_read();
-    ptx::mbarrier_arrive(barrier(Barrier::kDqEmpty + buffer));
-  };
-  // Deterministic: the block's dQ number `count`, when its turn has come; then it is the next key block's.
-  // From the turn's arrival to its passing on takes longer than a step, so two warps take every other dQ
-  // each.
-  const auto add_in_turn = [&](const BwdWork& work, const QuerySteps& steps, int count) {
-    int* const turn = turn_counter(p, work, steps.m_block, steps.head);
-    const int own = turn_of<kBlockM, kBlockN>(work.mask(p), steps.m_block, work.tile.block);
-    while (ptx::load_acquire(turn) != own) __nanosleep(32);
-    ptx::fence_async_proxy_global();
-    ptx::mbarrier_wait(barrier(Barrier::kDqFull + count % 2), count / 2 % 2);
-    add_dq(work, steps, count % 2);
-    ptx::tma_store_wait();
-    ptx::fence_async_proxy_global();
-    ptx::red_release_add(turn, 1);
-  };
-  static_assert(Config::kDqStages == 2, "a buffer for each of the two warps");
-
   if (warpgroup == 0) {
     ptx::give_registers<Config::kProducerRegisters>();
-    if (warp == 0) {  // hands out the work, and converts dQ, or adds its share of it in turn
+    if (warp == 0) {  // hands out the work, and passes the turns of dQ on, or else converts it
       ptx::wait_for_previous_kernel();
       const int blocks = blocks_of_a_head<kBlockN>(p);
       const HeadOrder order(a, blocks, gridDim.x);
@@ -199,7 +172,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1) attention_bwd(__grid_cons
       if (!ptx::elect_one()) return;
       // A tile that others wait for is not kept back: it is taken when the one before is about to end.
       constexpr int kAhead = 3;
-      int count = 0, tile_index = 0;
+      uint32_t added_parity = 0;
       const BwdWork* work = &hand_out(take_tile());
       while (work->tile.block >= 0) {
         const BwdWork* next = nullptr;
@@ -208,11 +181,11 @@ __global__ void __launch_bounds__(Config::kThreads, 1) attention_bwd(__grid_cons
           if (next == nullptr && steps.left <= kAhead) next = &hand_out(take_tile());
           if (steps.left == 0) break;
           if (writes_dq<kBlockM, kBlockN>(work->mask(p), steps.m_block)) continue;
-          if (count % 2 == 1) add_in_turn(*work, steps, count);
-          ++count;
+          ptx::mbarrier_wait(barrier(Barrier::kAddedFull), added_parity);
+          added_parity ^= 1;
+          ptx::mbarrier_arrive(barrier(Barrier::kAddedEmpty));
+          ptx::red_release_add(turn_counter(p, *work, steps.m_block, steps.head), 1);
         }
-        ptx::mbarrier_arrive(barrier(Barrier::kAdded + tile_index));
-        tile_index ^= 1;
         work = next;
       }
       return;
@@ -276,11 +249,24 @@ __global__ void __launch_bounds__(Config::kThreads, 1) attention_bwd(__grid_cons
       }
     }
 
-    if (warp == 2) {  // loads lse and delta, and says what each step is
+    if (warp == 2) {  // loads lse and delta, says what each step is, and waits for the turns of dQ
+      uint32_t turn_parity = 0;
       int step_count = 0;
       for (;;) {
         const BwdWork& work = next_work();
         if (work.tile.block < 0) return;
+        // A step's turn is waited for while the next step's lse and delta are on their way already.
+        const int* turn = nullptr;
+        int own_turn = 0;
+        const auto wait_for_turn = [&] {
+          if (turn != nullptr && lane == 0) {
+            while (ptx::load_acquire(turn) != own_turn) __nanosleep(32);
+            ptx::mbarrier_wait(barrier(Barrier::kTurnEmpty), turn_parity ^ 1);
+            ptx::mbarrier_arrive(barrier(Barrier::kTurnFull));
+          }
+          if (turn != nullptr) turn_parity ^= 1;
+          turn = nullptr;
+        };
 #pragma unroll 1
         for (QuerySteps steps(work, group); steps.left > 0; steps.next(work, group)) {
           const RowValues<kBlockM> values(p, work, steps, lane);
@@ -293,34 +279,54 @@ __global__ void __launch_bounds__(Config::kThreads, 1) attention_bwd(__grid_cons
           if (lane == 0) ptx::mbarrier_arrive(barrier(Barrier::kDoFull + slot.index));
           slot.next();
           ++step_count;
+          wait_for_turn();
+          if (p.dq_semaphore != nullptr && !step.direct()) {
+            turn = turn_counter(p, work, steps.m_block, steps.head);
+            own_turn = turn_of<kBlockM, kBlockN>(work.mask(p), steps.m_block, work.tile.block);
+          }
         }
+        wait_for_turn();
         __syncwarp();
         if (lane == 0) ptx::mbarrier_arrive(barrier(Barrier::kTileEmpty + work_slot.index));
         work_slot.next();
       }
     }
 
-    // Warp 3 adds dQ to the accumulator: all of it, or when deterministic its share.
-    int count = 0;
+    // Warp 3 adds dQ to the accumulator.
+    uint32_t turn_parity = 0;
+    Slot<Config::kDqStages> slot_dq;
     const auto add_tile = [&](const BwdWork& work) {
 #pragma unroll 1
       for (QuerySteps steps(work, group); steps.left > 0; steps.next(work, group)) {
         if (writes_dq<kBlockM, kBlockN>(work.mask(p), steps.m_block)) continue;
-        if (p.dq_semaphore == nullptr) {
-          // Both consumers have written it.
-          ptx::mbarrier_wait(barrier(Barrier::kDqFull + count % 2), count / 2 % 2);
-          add_dq(work, steps, count % 2);
-        } else if (count % 2 == 0) {
-          add_in_turn(work, steps, count);
+        const int first = steps.m_block * kBlockM;
+        if (p.dq_semaphore != nullptr) {
+          ptx::mbarrier_wait(barrier(Barrier::kTurnFull), turn_parity);
+          ptx::mbarrier_arrive(barrier(Barrier::kTurnEmpty));
+          ptx::fence_async_proxy_global();
         }
-        ++count;
+        // Both consumers have written it.
+        ptx::mbarrier_wait(barrier(Barrier::kDqFull + slot_dq.index), slot_dq.parity);
+        // Rows past the end are a neighbour's.
+        ptx::bulk_add(
+            p.dq_accum +
+                (work.bidb * p.lse_batch + steps.head * p.lse_head + work.first_q + first) * kHeadDim,
+            shared + Config::kDq + slot_dq.index * Config::kDq_bytes,
+            min(kBlockM, work.seqlen_q - first) * kHeadDim * 4);
+        ptx::tma_store_commit();
+        ptx::tma_store_wait_read();
+        ptx::mbarrier_arrive(barrier(Barrier::kDqEmpty + slot_dq.index));
+        slot_dq.next();
+        if (p.dq_semaphore != nullptr) {
+          ptx::tma_store_wait();
+          ptx::fence_async_proxy_global();
+          ptx::mbarrier_wait(barrier(Barrier::kAddedEmpty), turn_parity ^ 1);
+          ptx::mbarrier_arrive(barrier(Barrier::kAddedFull));
+          turn_parity ^= 1;
+        }
       }
-      if (p.dq_semaphore == nullptr) {
-        ptx::tma_store_wait();  // all has been added
-        ptx::fence_async_proxy_global();
-      } else {
-        ptx::mbarrier_wait(barrier(Barrier::kAdded + work_slot.index), work_slot.parity);
-      }
+      ptx::tma_store_wait();  // all has been added
+      ptx::fence_async_proxy_global();
     };
     for (;;) {
       const BwdWork& work = next_work();

@@ -117,21 +117,19 @@ struct HeadOrder {
   int first_last;    // from this head on all of them
 
   // As in the forward: few heads side by side, so that what all their tiles read and add to stays in L2. But
-  // at the end there must be enough short tiles to fill up behind the long ones. Deterministic: not too few,
-  // so that a head's next tile begins late enough to find its turns come; an addition and the turn's way to
-  // the next block take more than a step. blocks: of key tiles in a head, workers: that take tiles.
+  // at the end there must be enough short tiles to fill up behind the long ones. blocks: of key tiles in a
+  // head, workers: that take tiles.
   __device__ __forceinline__ HeadOrder(const BwdArguments& a, int blocks, int workers) {
     const BwdParams& p = a.p;
     const bool varlen = p.cu_seqlens_q != nullptr;
     const int all_heads = varlen ? p.nheads_kv : p.batch * p.nheads_kv;
-    constexpr int kInTurns = 4;
-    side_by_side = p.dq_semaphore != nullptr ? max(1, min(kInTurns, all_heads)) : 1;
+    side_by_side = 1;
     if (varlen || p.window_left >= 0 || p.window_right >= 0) {  // else all tiles are alike
       // A group's tiles go through the queries together, see QuerySteps, so that they need no more.
       const bool together = p.nheads_q > p.nheads_kv && p.dq_semaphore == nullptr;
       const float kL2_bytes = together ? INFINITY : 32 << 20;
       const float fitting = kL2_bytes / (a.query_bytes * max(1, varlen ? p.tiles[2] : p.seqlen_q));
-      side_by_side = max(side_by_side, static_cast<int>(fminf(fitting, all_heads)));
+      side_by_side = max(1, static_cast<int>(fminf(fitting, all_heads)));
     }
     const int last = max(side_by_side, (workers + workers / 2 + blocks - 1) / max(1, blocks));
     first_last = max(0, all_heads - last) / side_by_side * side_by_side;

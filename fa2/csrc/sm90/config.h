@@ -107,8 +107,9 @@ struct BwdTile {
     static constexpr int kTileFull = 0,
                          kTileEmpty = 2;  // one work tile is handed out ahead of the current one
     static constexpr int kKFull = 4, kVFull = 5, kKVEmpty = 6;
-    static constexpr int kAdded = 7;  // deterministic: warp 0 has added its share of a tile's dQ
-    static constexpr int kDqFull = 9, kDqEmpty = kDqFull + kDqStages;
+    // Deterministic: the turn of a step's dQ has come (empty: that has been seen), dQ has been added.
+    static constexpr int kTurnFull = 7, kTurnEmpty = 8, kAddedFull = 9, kAddedEmpty = 10;
+    static constexpr int kDqFull = 11, kDqEmpty = kDqFull + kDqStages;
     static constexpr int kDsFull = kDqEmpty + kDqStages, kDsEmpty = kDsFull + kDsStages;
     static constexpr int kQFull = kDsEmpty + kDsStages;  // a stage's Q
     static constexpr int kDoFull = kQFull + kStages;     // its dO, lse, delta and BwdStep
