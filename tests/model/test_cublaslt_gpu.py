@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -24,9 +24,17 @@ def _serves() -> None:
 
 
 @pytest.fixture
-def fused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The heuristic's first algorithm, also where the steps apart are faster."""
-    monkeypatch.setattr(cublaslt._Product, "choose", lambda self, run, apart: 0)
+def fused(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The heuristic's first algorithm, also where torch's way is faster; untimed."""
+
+    def first(self: Any, run: Callable[[int], object], apart: Callable[[], object]) -> int:
+        self.best = 0
+        return 0
+
+    cublaslt._product.cache_clear()
+    monkeypatch.setattr(cublaslt._Product, "choose", first)
+    yield
+    cublaslt._product.cache_clear()
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.bfloat16, std: float = 1.0) -> Tensor:
@@ -111,7 +119,7 @@ def calls() -> dict[str, Callable[[], Any]]:
 
 
 @pytest.mark.usefixtures("fused")
-@pytest.mark.parametrize("name", ["linear", "product", "add_product", "linear_gelu", "gelu_backward_product"])
+@pytest.mark.parametrize("name", ["linear", "product", "linear_gelu", "gelu_backward_product"])
 def test_one_kernel(name: str) -> None:
     call = calls()[name]
     call()
