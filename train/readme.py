@@ -110,6 +110,10 @@ def reproduce_table() -> str:
             tables.budget_table(cell),
             f"![a step's time, and the roofline]({Path(REPRODUCED).parent.as_posix()}/{name}.png)",
         ]
+    for path, title in FURTHER.items():
+        record = _record(path)
+        commands = ", ".join(f"`{invocation['command']}`" for invocation in record["invocations"])
+        parts += [f"{title}: {commands}", tables.details(record), tables.notes(record)]
     return "\n\n".join(parts)
 
 
@@ -133,6 +137,11 @@ ATTENTION_125M = (
     "trainer.max_steps=500",
 )
 REPRODUCED = "train/results/reproduce_h200/reproduce.json"
+FURTHER = {
+    "train/results/reproduce_1.3b_h200/reproduce.json": "The 1.3B rows at a later commit, three backends in one run",
+    "train/results/reproduce_2.7b_32k_h200/reproduce.json": "2.7B with twice the recipe's micro-batch, all activations "
+    "kept",
+}
 TABLES: dict[str, Callable[[], str]] = {
     "packing": packing_table,
     "reproduce": reproduce_table,
