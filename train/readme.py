@@ -110,6 +110,14 @@ def reproduce_table() -> str:
             tables.budget_table(cell),
             f"![a step's time, and the roofline]({Path(REPRODUCED).parent.as_posix()}/{name}.png)",
         ]
+    return "\n\n".join(parts)
+
+
+def reproduce_further() -> str:
+    """The rows of further records, each behind the command that made it."""
+    from train.reproduce import tables
+
+    parts = []
     for path, title in FURTHER.items():
         record = _record(path)
         commands = ", ".join(f"`{invocation['command']}`" for invocation in record["invocations"])
@@ -145,6 +153,7 @@ FURTHER = {
 TABLES: dict[str, Callable[[], str]] = {
     "packing": packing_table,
     "reproduce": reproduce_table,
+    "reproduce_further": reproduce_further,
     "a100": a100_table,
     "attention": attention_table,
     "attention_125m": attention_125m_table,

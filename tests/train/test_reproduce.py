@@ -520,6 +520,18 @@ def test_the_readme_takes_its_table_from_the_record(tmp_path: Path, monkeypatch:
     assert "| optimiser | 100.0 |" in text
 
 
+def test_further_records_stand_behind_their_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(readme, "ROOT", tmp_path)
+    monkeypatch.setattr(readme, "FURTHER", {"one.json": "Once more"})
+    written(tmp_path / "one.json", measured("fa2", "1", 67_600.0))
+    text = readme.reproduce_further()
+    (command,) = (
+        invocation["command"] for invocation in json.loads((tmp_path / "one.json").read_text())["invocations"]
+    )
+    assert text.startswith(f"Once more: `{command}`")
+    assert "67,600" in text
+
+
 def test_a_variant_does_not_hide_the_recipe() -> None:
     variant = measured("fa2", "1", 50_000.0, recipe=False, micro_batch_tokens=65536)
     book = {"machine": MACHINE, "invocations": [], "cells": [variant, measured("fa2", "1", 67_600.0)]}
