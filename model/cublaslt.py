@@ -301,20 +301,14 @@ def add_product(out: Tensor, dy: Tensor, x: Tensor) -> bool:
     (T, m), k = dy.shape, x.shape[1]
     with torch.cuda.device(dy.device):
         product = _product(k, m, T, (False, True), dy.dtype, out.dtype, dy.device, Epilogue.none)
-        scratch = torch.zeros_like(out) if product.best is None else None
-
-        def run(candidate: int, into: Tensor | None = scratch) -> None:
-            assert into is not None, "timed once"
-            product.run(candidate, x, dy, into, addend=into)
-
-        def apart() -> None:
-            assert scratch is not None, "timed once"
-            torch.addmm(scratch, dy.t(), x, out_dtype=out.dtype, out=scratch)
-
-        chosen = product.choose(run, apart)
+        timed = out if product.best is not None else torch.zeros_like(out)  # nothing but the product is added to out
+        chosen = product.choose(
+            lambda candidate: product.run(candidate, x, dy, timed, addend=timed),
+            lambda: torch.addmm(timed, dy.t(), x, out_dtype=timed.dtype, out=timed),
+        )
         if chosen == product.found:
             return False
-        run(chosen, out)
+        product.run(chosen, x, dy, out, addend=out)
         return True
 
 
